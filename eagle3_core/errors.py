@@ -1,0 +1,96 @@
+"""Errors that reach the user, and the exit codes they end a process with.
+
+Every error says what was found, what was expected where that helps, and what to do. `str(error)` is one
+line; a traceback is for our own bugs.
+"""
+
+from __future__ import annotations
+
+EXIT_OK = 0
+EXIT_BUG = 1
+EXIT_USER_ERROR = 2
+EXIT_STEP_FAILED = 3
+EXIT_PARENT_GONE = 4
+EXIT_INTERRUPTED = 130
+
+
+class Eagle3Error(Exception):
+    """Base of all errors with a message for the user.
+
+    Args:
+        found: what is wrong, with path, shard or field.
+        expected: what would have been right; left out where `found` says it.
+        remedy: what the user can do about it.
+    """
+
+    exit_code = EXIT_USER_ERROR
+
+    def __init__(self, found: str, *, expected: str | None = None, remedy: str | None = None) -> None:
+        self.found, self.expected, self.remedy = found, expected, remedy
+        super().__init__(found, expected, remedy)
+
+    def __str__(self) -> str:
+        parts = [self.found]
+        if self.expected:
+            parts.append(f"expected {self.expected}")
+        if self.remedy:
+            parts.append(self.remedy)
+        return " ".join("; ".join(parts).split())
+
+
+class ConfigError(Eagle3Error):
+    """A profile or an override that cannot be run."""
+
+
+class TargetError(Eagle3Error):
+    """The target model is missing, unreadable or of an unknown layout."""
+
+
+class DataError(Eagle3Error):
+    """Prompts, conversations or the tokenised dataset cannot be used."""
+
+
+class StoreError(Eagle3Error):
+    """An artifact is missing, damaged, locked or of another identity."""
+
+
+class CaptureError(Eagle3Error):
+    """Hidden states could not be captured as asked."""
+
+
+class VerificationError(Eagle3Error):
+    """Stored states are not what they claim to be."""
+
+
+class TrainingError(Eagle3Error):
+    """Training cannot start or must not go on."""
+
+
+class ExportError(Eagle3Error):
+    """The exported draft would not be loaded as it was trained."""
+
+
+class BenchmarkError(Eagle3Error):
+    """The benchmark could not be run or its result is below the configured limit."""
+
+
+class HostError(Eagle3Error):
+    """The host lacks something that the run needs: memory, disk, a free port, an engine environment."""
+
+
+class StepError(Eagle3Error):
+    """A step's process ended badly.
+
+    Args:
+        found: the step's own error line, or its exit status.
+        log_path: the step's complete log.
+        tail: the last lines that the step printed.
+    """
+
+    exit_code = EXIT_STEP_FAILED
+
+    def __init__(
+        self, found: str, *, log_path: str, tail: tuple[str, ...] = (), remedy: str | None = None
+    ) -> None:
+        super().__init__(found, remedy=remedy or f"full log: {log_path}")
+        self.log_path, self.tail = log_path, tail

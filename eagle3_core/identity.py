@@ -1,0 +1,163 @@
+"""What determines each artifact: pure functions from configuration and parents to an `ArtifactPlan`.
+
+They import no torch, so the orchestrator knows every id before it starts an engine. `STEP_VERSION` of a kind
+is raised by hand when the step's output changes for equal inputs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from eagle3_core.artifacts import ArtifactKind, ArtifactPlan, ArtifactRef
+from eagle3_core.config import RunConfig, resolve_path
+from eagle3_core.errors import DataError
+from eagle3_core.target.info import TargetInfo
+from eagle3_core.target.layers import final_layer_id, resolve_aux_layer_ids
+
+STEP_VERSION: dict[ArtifactKind, int] = {
+    "target": 1,
+    "conversations": 1,
+    "dataset": 1,
+    "vocabulary": 1,
+    "capture": 1,
+    "verification": 1,
+    "checkpoint": 1,
+    "export": 1,
+    "benchmark": 1,
+}
+BUILTIN_PROMPTS = Path(__file__).parent / "data" / "builtin" / "prompts.jsonl"
+
+
+def prompt_files(config: RunConfig) -> list[Path]:
+    """The JSONL files that `data.prompts` names.
+
+    Raises:
+        DataError: one does not exist.
+    """
+    files = [BUILTIN_PROMPTS if name == "builtin" else resolve_path(name) for name in config.data.prompts]
+    for file in files:
+        if not file.is_file():
+            raise DataError(f"data.prompts names {file}, which is not a file")
+    return files
+
+
+def plan_conversations(config: RunConfig, target: TargetInfo, engine_version: str) -> ArtifactPlan:
+    """The target's own answers to the prompts."""
+    generation = config.data.generation
+    sampling = {"top_p": generation.top_p, "seed": generation.seed} if generation.temperature else {}
+    identity = {
+        "prompts": [hashlib.sha256(file.read_bytes()).hexdigest()[:32] for file in prompt_files(config)],
+        "heldout_fraction": config.data.heldout_fraction,
+        "limit": config.limit,
+        "max_tokens": generation.max_tokens,
+        "temperature": generation.temperature,
+        "max_model_len": config.engine.max_model_len,
+        "engine": engine_version,
+    }
+    return _plan("conversations", identity | sampling | _target_identity(config, target))
+
+
+def plan_dataset(config: RunConfig, target: TargetInfo, conversations: ArtifactRef) -> ArtifactPlan:
+    """Token ids and loss masks."""
+    identity = {
+        "tokenizer": target.tokenizer_fingerprint,
+        "max_length": config.data.max_length,
+        "min_trainable_tokens": config.data.min_trainable_tokens,
+    }
+    return _plan("dataset", identity, parents={"conversations": conversations})
+
+
+def plan_vocabulary(config: RunConfig, target: TargetInfo, dataset: ArtifactRef) -> ArtifactPlan:
+    """The draft vocabulary mapping."""
+    identity = {
+        "draft_vocab_size": draft_vocab_size(config, target),
+        "target_vocab_size": target.vocab_size,
+    }
+    return _plan("vocabulary", identity, parents={"dataset": dataset})
+
+
+def plan_capture(
+    config: RunConfig, target: TargetInfo, dataset: ArtifactRef, content_hash: str, engine_version: str
+) -> ArtifactPlan:
+    """Hidden states; determined by the dataset's ids and masks (`content_hash`), whatever made them."""
+    identity = {
+        "content": content_hash,
+        "aux_layer_ids": list(resolve_aux_layer_ids(config.target.aux_layer_ids, target.num_layers)),
+        "final_layer_id": final_layer_id(target.num_layers),
+        "final_state": config.capture.final_state,
+        "shard_bytes": int(config.capture.shard_bytes),
+        "engine": engine_version,
+    }
+    plan = _plan("capture", identity | _target_identity(config, target))
+    return plan.model_copy(update={"parents": {"dataset": dataset}})
+
+
+def plan_verification(config: RunConfig, capture: ArtifactRef) -> ArtifactPlan:
+    """The result of checking a capture."""
+    return _plan("verification", config.verify.model_dump(mode="json"), parents={"capture": capture})
+
+
+def plan_checkpoint(
+    config: RunConfig, target: TargetInfo, capture: ArtifactRef, vocabulary: ArtifactRef
+) -> ArtifactPlan:
+    """The trained draft; how often it is saved does not matter."""
+    benchmark = config.benchmark
+    identity = {
+        "train": config.train.model_dump(mode="json", exclude={"checkpoint_every_seconds"}),
+        "draft": config.draft.model_dump(mode="json") | {"vocab_size": draft_vocab_size(config, target)},
+        "replay": {
+            "max_tokens": benchmark.max_tokens,
+            "num_prompts": benchmark.num_prompts,
+            "num_speculative_tokens": benchmark.num_speculative_tokens,
+        },
+    }
+    return _plan("checkpoint", identity, parents={"capture": capture, "vocabulary": vocabulary})
+
+
+def plan_export(config: RunConfig, checkpoint: ArtifactRef) -> ArtifactPlan:
+    """The folder that engines load."""
+    return _plan("export", config.export.model_dump(mode="json"), parents={"checkpoint": checkpoint})
+
+
+def plan_benchmark(
+    config: RunConfig, export: ArtifactRef, dataset: ArtifactRef, engine_version: str
+) -> ArtifactPlan:
+    """Measured acceptance; the pass limit is applied to the result and is not part of it."""
+    identity = config.benchmark.model_dump(mode="json", exclude={"min_acceptance_length"})
+    identity["engine"] = engine_version
+    return _plan("benchmark", identity, parents={"export": export, "dataset": dataset})
+
+
+def draft_vocab_size(config: RunConfig, target: TargetInfo) -> int:
+    """Draft vocabulary entries; the target's when the profile names none.
+
+    Raises:
+        DataError: larger than the target's.
+    """
+    size = config.draft.vocab_size or target.vocab_size
+    if size > target.vocab_size:
+        raise DataError(
+            f"draft.vocab_size is {size:,}", expected=f"at most the target's {target.vocab_size:,}"
+        )
+    return size
+
+
+def _target_identity(config: RunConfig, target: TargetInfo) -> dict[str, Any]:
+    return {
+        "target": target.fingerprint,
+        "tokenizer": target.tokenizer_fingerprint,
+        "revision": config.target.revision,
+        "dtype": config.target.dtype,
+        "quantization": target.quantization,
+    }
+
+
+def _plan(
+    kind: ArtifactKind, identity: dict[str, Any], parents: dict[str, ArtifactRef] | None = None
+) -> ArtifactPlan:
+    """A plan whose id depends on the step version, `identity` and the parents' ids."""
+    made_from = {role: str(ref) for role, ref in (parents or {}).items()}
+    document = {"step_version": STEP_VERSION[kind], "made_from": made_from, **identity}
+    return ArtifactPlan(kind=kind, identity=document, parents=parents or {})

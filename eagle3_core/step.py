@@ -1,0 +1,136 @@
+"""The step boundary: `python -m eagle3_core.step NAME SPEC RESULT` runs one step in an engine environment.
+
+A step reads a typed spec, prints log lines to standard output, reports progress as lines that start with
+`PROGRESS_PREFIX` followed by JSON, and leaves a `StepOutcome` in the result file. The caller holds the write
+end of the step's standard input open: when it closes, the caller is gone and the step ends itself and all its
+descendants, so nothing is left that holds a GPU or a folder.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from eagle3_core.contracts import (
+    RESULT_TYPES,
+    SPEC_TYPES,
+    ProgressEvent,
+    StepFailure,
+    StepOutcome,
+)
+from eagle3_core.errors import EXIT_BUG, EXIT_OK, EXIT_PARENT_GONE, Eagle3Error
+from eagle3_core.store.files import write_atomic
+
+STEPS = {
+    "engine_info": "eagle3_core.host.engine_info",
+    "fetch_target": "eagle3_core.target.fetch",
+    "prepare": "eagle3_core.data.prepare",
+    "extract": "eagle3_core.capture.extract",
+    "verify": "eagle3_core.capture.verify",
+    "train": "eagle3_core.training.train",
+    "export": "eagle3_core.serving.export",
+    "benchmark": "eagle3_core.serving.benchmark",
+}
+"""Step name to the module whose `run(spec, progress)` does the work."""
+
+PROGRESS_PREFIX = "@eagle3-progress "
+MIN_PROGRESS_INTERVAL_SECONDS = 0.5
+LOG_FORMAT = "%(asctime)s %(levelname).1s %(name)s: %(message)s"
+
+
+class Progress:
+    """Reports progress of a step; rate-limited, so it may be called in tight loops."""
+
+    def __init__(self, step: str) -> None:
+        self._step = step
+        self._last = 0.0
+
+    def __call__(
+        self,
+        done: float,
+        total: float | None,
+        unit: str,
+        message: str = "",
+        *,
+        force: bool = False,
+        **metrics: float,
+    ) -> None:
+        """Report `done` of `total` units; `metrics` are current figures such as loss."""
+        now = time.monotonic()
+        if not force and done != total and now - self._last < MIN_PROGRESS_INTERVAL_SECONDS:
+            return
+        self._last = now
+        event = ProgressEvent(
+            step=self._step, done=done, total=total, unit=unit, message=message, metrics=metrics
+        )
+        os.write(1, f"{PROGRESS_PREFIX}{event.model_dump_json()}\n".encode())
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the step that the command line names; returns the exit code."""
+    name, spec_path, result_path = arguments if arguments is not None else sys.argv[1:]
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, stream=sys.stdout, force=True)
+    if not sys.stdin.isatty():
+        threading.Thread(target=_end_with_parent, name="parent-watch", daemon=True).start()
+    started = time.monotonic()
+    try:
+        result = run_step(name, Path(spec_path).read_text())
+        outcome = StepOutcome(status="ok", result=result, seconds=time.monotonic() - started)
+    except Exception as error:
+        outcome = StepOutcome(status="failed", failure=_failure(error), seconds=time.monotonic() - started)
+    write_atomic(Path(result_path), outcome.model_dump_json(indent=1))
+    if outcome.failure is None:
+        return EXIT_OK
+    print(f"step {name} failed: {outcome.failure.message}", flush=True)
+    if not outcome.failure.is_user_error:
+        print(outcome.failure.traceback, flush=True)
+        return EXIT_BUG
+    return Eagle3Error.exit_code
+
+
+def run_step(name: str, spec_json: str) -> dict[str, Any]:
+    """Run a step in this process and return its result as JSON-able values."""
+    spec = SPEC_TYPES[name].model_validate_json(spec_json)
+    result = importlib.import_module(STEPS[name]).run(spec, Progress(name))
+    return RESULT_TYPES[name].model_validate(result).model_dump(mode="json")
+
+
+def _failure(error: Exception) -> StepFailure:
+    known = isinstance(error, Eagle3Error)
+    message = str(error) if known else f"{type(error).__name__}: {error}"
+    return StepFailure(
+        error_type=type(error).__name__,
+        message=" ".join(message.split())[:2000],
+        traceback=traceback.format_exc(),
+        is_user_error=known,
+    )
+
+
+def _end_with_parent() -> None:
+    """Wait until standard input closes, then end every descendant and this process."""
+    while os.read(0, 4096):
+        continue
+    for child in psutil.Process().children(recursive=True):
+        try:
+            child.send_signal(signal.SIGKILL)
+        except psutil.NoSuchProcess:
+            continue
+    os._exit(EXIT_PARENT_GONE)
+
+
+if __name__ == "__main__":
+    # vLLM and torch leave threads and atexit hooks that can hang or abort after the work is done and saved.
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,124 @@
+"""Files that appear whole or not at all, their hashes, and folder locks.
+
+Order of every write: temporary name, write, fsync, rename, fsync of the folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+import xxhash
+
+from eagle3_core.artifacts import FileEntry
+from eagle3_core.errors import StoreError
+
+READ_BYTES = 1 << 22
+TEMPORARY_PREFIX = ".tmp-"
+LOCK_NAME = ".lock"
+
+
+@contextlib.contextmanager
+def atomic_file(path: Path) -> Iterator[IO[bytes]]:
+    """Open a temporary file that becomes `path` when the block ends without an error."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{TEMPORARY_PREFIX}{path.name}.{os.getpid()}")
+    try:
+        with temporary.open("wb") as handle:
+            yield handle
+            handle.flush()
+            os.fsync(handle.fileno())
+        temporary.replace(path)
+        sync_folder(path.parent)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_atomic(path: Path, content: bytes | str) -> None:
+    """Replace `path` by `content` in one step that survives a crash."""
+    with atomic_file(path) as handle:
+        handle.write(content.encode() if isinstance(content, str) else content)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames in `folder` durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def remove_temporary_files(folder: Path) -> None:
+    """Remove what an interrupted writer left; call it with the folder's lock held."""
+    for leftover in folder.rglob(f"{TEMPORARY_PREFIX}*"):
+        leftover.unlink(missing_ok=True)
+
+
+def hash_file(path: Path) -> str:
+    """xxh3_128 of a file's bytes, as hex."""
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as handle:
+        while block := handle.read(READ_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def file_entry(folder: Path, path: Path, **facts: object) -> FileEntry:
+    """The manifest entry of a finished file."""
+    return FileEntry(
+        path=path.relative_to(folder).as_posix(),
+        bytes=path.stat().st_size,
+        xxh3_128=hash_file(path),
+        facts=dict(facts),
+    )
+
+
+def file_problem(folder: Path, entry: FileEntry) -> str | None:
+    """Why a file is not what its manifest entry says, or None."""
+    path = folder / entry.path
+    if not path.is_file():
+        return f"{path} is missing"
+    size = path.stat().st_size
+    if size != entry.bytes:
+        return f"{path} has {size:,} bytes, its manifest says {entry.bytes:,}"
+    if hash_file(path) != entry.xxh3_128:
+        return f"{path} does not match its hash"
+    return None
+
+
+@contextlib.contextmanager
+def folder_lock(folder: Path, wait_seconds: float = 60.0) -> Iterator[None]:
+    """Hold `folder` exclusively; the kernel frees the lock when the process ends, however it ends.
+
+    Raises:
+        StoreError: somebody else still holds it after `wait_seconds`; names the holder.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / LOCK_NAME).open("a+") as handle:
+        deadline = time.monotonic() + wait_seconds
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    handle.seek(0)
+                    raise StoreError(
+                        f"{folder} is in use by another process ({handle.read().strip() or 'unknown'})",
+                        remedy="wait for that run or end it",
+                    ) from None
+                time.sleep(0.2)
+        handle.seek(0)
+        handle.truncate()
+        json.dump({"pid": os.getpid(), "host": socket.gethostname()}, handle)
+        handle.flush()
+        yield

@@ -1,0 +1,166 @@
+"""The artifact store in a local folder: `<root>/<kind>/<id>/` with the files and a `manifest.json`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from eagle3_core.artifacts import (
+    ArtifactPlan,
+    ArtifactRef,
+    FileEntry,
+    Manifest,
+    differing_keys,
+    provenance,
+)
+from eagle3_core.errors import StoreError
+from eagle3_core.store.files import (
+    LOCK_NAME,
+    file_entry,
+    file_problem,
+    folder_lock,
+    remove_temporary_files,
+    write_atomic,
+)
+
+MANIFEST_NAME = "manifest.json"
+
+
+class LocalStore:
+    """Artifacts below one local folder.
+
+    An artifact is read only when its manifest says `complete`; it is written under its folder's lock.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def folder(self, ref: ArtifactRef) -> Path:
+        """Where an artifact's files lie."""
+        return self.root / ref.kind / ref.id
+
+    def find(self, ref: ArtifactRef) -> Manifest | None:
+        """The manifest, partial or complete, or None.
+
+        Raises:
+            StoreError: the manifest cannot be read or belongs to another artifact.
+        """
+        path = self.folder(ref) / MANIFEST_NAME
+        try:
+            manifest = Manifest.model_validate_json(path.read_bytes())
+        except FileNotFoundError:
+            return None
+        except (OSError, ValidationError) as error:
+            reason = " ".join(str(error).split())
+            raise StoreError(
+                f"the manifest {path} cannot be read ({reason})", remedy="remove that folder"
+            ) from error
+        if manifest.ref != ref:
+            raise StoreError(f"{path} describes {manifest.ref}", expected=str(ref), remedy="move it back")
+        return manifest
+
+    def read(self, ref: ArtifactRef) -> Manifest:
+        """The manifest of a complete artifact.
+
+        Raises:
+            StoreError: missing or not complete.
+        """
+        manifest = self.find(ref)
+        if manifest is None or manifest.state != "complete":
+            what = "is not in" if manifest is None else "is not complete in"
+            raise StoreError(f"{ref} {what} {self.root}", remedy="run the stage that makes it")
+        return manifest
+
+    def is_intact(self, ref: ArtifactRef) -> bool:
+        """Whether the artifact is complete and every file matches its hash."""
+        manifest = self.find(ref)
+        return manifest is not None and manifest.state == "complete" and not self.problems(manifest)
+
+    def problems(self, manifest: Manifest) -> dict[str, str]:
+        """For each file that is missing, of another size or hash: path and what is wrong."""
+        folder = self.folder(manifest.ref)
+        found = ((entry.path, file_problem(folder, entry)) for entry in manifest.files)
+        return {path: problem for path, problem in found if problem}
+
+    def list(self) -> list[Manifest]:
+        """All manifests below the root, partial ones too."""
+        paths = sorted(self.root.glob(f"*/*/{MANIFEST_NAME}"))
+        refs = (ArtifactRef.parse(f"{path.parent.parent.name}/{path.parent.name}") for path in paths)
+        return [manifest for ref in refs if (manifest := self.find(ref))]
+
+    @contextlib.contextmanager
+    def writer(self, plan: ArtifactPlan, run_id: str | None = None) -> Iterator[ArtifactWriter]:
+        """Hold the artifact's folder and write into it.
+
+        Raises:
+            StoreError: another process writes it, or the folder holds an artifact of another identity.
+        """
+        with folder_lock(self.folder(plan.ref)):
+            remove_temporary_files(self.folder(plan.ref))
+            found = self.find(plan.ref)
+            if found is not None and found.identity != plan.identity:
+                raise StoreError(
+                    f"{self.folder(plan.ref)} holds another artifact: "
+                    + "; ".join(differing_keys(plan.identity, found.identity))
+                )
+            yield ArtifactWriter(self, plan, found, run_id)
+
+
+class ArtifactWriter:
+    """Writes one artifact; used inside `LocalStore.writer`.
+
+    `files` starts from what an earlier, interrupted writer recorded and still matches its hashes, so that
+    the caller can go on with what is missing.
+    """
+
+    def __init__(
+        self, store: LocalStore, plan: ArtifactPlan, found: Manifest | None, run_id: str | None
+    ) -> None:
+        self.folder = store.folder(plan.ref)
+        self.ref = plan.ref
+        self._plan, self._run_id = plan, run_id
+        self.earlier_seconds = (found.provenance.seconds or 0.0) if found else 0.0
+        bad = store.problems(found) if found else {}
+        self.files: dict[str, FileEntry] = {
+            entry.path: entry for entry in (found.files if found else ()) if entry.path not in bad
+        }
+        self.facts: dict[str, Any] = dict(found.facts) if found else {}
+        for path in bad:
+            (self.folder / path).unlink(missing_ok=True)
+
+    def record(self, entry: FileEntry, seconds: float | None = None) -> None:
+        """Add a finished file to the manifest, which stays partial."""
+        self.files[entry.path] = entry
+        self._write("partial", seconds)
+
+    def complete(self, files: Iterable[Path] = (), seconds: float | None = None, **facts: Any) -> Manifest:
+        """Hash `files`, add them and mark the artifact complete; nothing may be written after."""
+        for path in files:
+            entry = file_entry(self.folder, path)
+            self.files[entry.path] = entry
+        self.facts |= facts
+        self._remove_strangers()
+        return self._write("complete", seconds)
+
+    def _remove_strangers(self) -> None:
+        keep = {MANIFEST_NAME, LOCK_NAME, *self.files}
+        for path in self.folder.rglob("*"):
+            if path.is_file() and path.relative_to(self.folder).as_posix() not in keep:
+                path.unlink()
+
+    def _write(self, state: str, seconds: float | None) -> Manifest:
+        manifest = Manifest(
+            ref=self.ref,
+            state=state,  # type: ignore[arg-type]
+            identity=self._plan.identity,
+            parents=self._plan.parents,
+            files=tuple(self.files[path] for path in sorted(self.files)),
+            facts=self.facts,
+            provenance=provenance(self._run_id, self.earlier_seconds + (seconds or 0.0)),
+        )
+        write_atomic(self.folder / MANIFEST_NAME, manifest.model_dump_json(indent=1))
+        return manifest

@@ -1,0 +1,41 @@
+"""Loads a target in vLLM, unpatched, for generation, capture and benchmark."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+from eagle3_core.config import RunConfig
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+logger = logging.getLogger(__name__)
+
+
+def load_vllm(config: RunConfig, target_path: str, **arguments: Any) -> LLM:
+    """An in-process vLLM engine with the run's settings; `arguments` go to `vllm.LLM` and win.
+
+    On the CPU the process must have been started with `engine_environment`'s variables.
+    """
+    from vllm import LLM
+
+    engine = config.engine
+    settings: dict[str, Any] = {
+        "model": target_path,
+        "dtype": config.target.dtype,
+        "trust_remote_code": config.target.trust_remote_code,
+        "max_model_len": engine.max_model_len,
+        "max_num_seqs": engine.max_num_seqs,
+        "tensor_parallel_size": engine.tensor_parallel_size,
+        "enforce_eager": engine.device == "cpu",
+        "enable_prefix_caching": False,
+        "seed": 0,
+    }
+    if engine.device == "cuda":
+        settings["gpu_memory_utilization"] = engine.gpu_memory_utilization
+    started = time.monotonic()
+    llm = LLM(**settings | arguments)
+    logger.info("loaded %s in vLLM in %.1f s", target_path, time.monotonic() - started)
+    return llm
