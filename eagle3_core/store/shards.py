@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from eagle3_core.artifacts import FileEntry
-from eagle3_core.store.dataset import Sample
 from eagle3_core.errors import StoreError
+from eagle3_core.store.dataset import Sample
 from eagle3_core.store.files import atomic_file, file_entry
 
 if TYPE_CHECKING:
