@@ -1,0 +1,217 @@
+"""A run's folder: `<workspace>/runs/<run id>/` with the resolved configuration, logs and the live record.
+
+    config.yaml          the configuration as resolved
+    stages.json          RunRecord, replaced atomically at every change
+    logs/<stage>.log     complete output of the stage's step
+    steps/<stage>/       spec.json and result.json of the step boundary
+    summary.json         written by the report
+    report.html          written by the report
+
+The folder may be deleted without losing an artifact: it is made again when a later stage needs it.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from eagle3_core.artifacts import ArtifactRef, git_commit
+from eagle3_core.config import RunConfig, Stage
+from eagle3_core.errors import HostError
+from eagle3_core.host.process_tree import ProcessId
+from eagle3_core.store.files import write_atomic
+
+StageState = Literal["pending", "running", "completed", "failed", "cancelled"]
+RunState = Literal["running", "completed", "failed", "cancelled", "crashed"]
+RECORD_NAME = "stages.json"
+CONFIG_NAME = "config.yaml"
+RUN_ID_PATTERN = re.compile(r"^\d{8}-\d{6}-[a-z0-9][a-z0-9._-]*-[0-9a-f]{4}$")
+
+
+class StageRecord(BaseModel):
+    """What happened to one stage of a run."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    stage: Stage
+    state: StageState = "pending"
+    started_at: datetime | None = None
+    seconds: float | None = Field(default=None, description="From start to end of the stage, all attempts.")
+    attempts: int = 0
+    reused: bool = Field(default=False, description="The artifacts were there and matched their hashes.")
+    artifacts: dict[str, ArtifactRef] = Field(default={}, description="By role: what the stage made.")
+    message: str = Field(default="", description="A line on the outcome; the error of a failed stage.")
+    log: str | None = Field(default=None, description="Log, relative to the run folder.")
+    details: dict[str, Any] = Field(
+        default={}, description="Of preflight, plan and cleanup, which leave no artifact."
+    )
+
+
+class RunRecord(BaseModel):
+    """The state of a run and of each of its stages."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    run_id: str
+    name: str
+    state: RunState = "running"
+    created_at: datetime
+    ended_at: datetime | None = None
+    message: str = ""
+    git_commit: str | None = None
+    owner: ProcessId | None = Field(default=None, description="The process that runs the flow.")
+    flow_run_id: str | None = Field(default=None, description="Prefect's id of the flow run.")
+    stages: tuple[StageRecord, ...]
+
+    def stage(self, name: Stage) -> StageRecord | None:
+        """The record of one stage, or None if the run does not have it."""
+        return next((record for record in self.stages if record.stage == name), None)
+
+
+class RunFolder:
+    """Reads and writes one run's folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def run_id(self) -> str:
+        """The run id, which is the folder's name."""
+        return self.path.name
+
+    def log_path(self, stage: str) -> Path:
+        """The log of a stage."""
+        return self.path / "logs" / f"{stage}.log"
+
+    def step_folder(self, stage: str) -> Path:
+        """Where spec and result of the stage's step lie."""
+        return self.path / "steps" / stage
+
+    def record(self) -> RunRecord:
+        """The record; a run whose process is gone counts as crashed.
+
+        Raises:
+            HostError: missing or unreadable.
+        """
+        path = self.path / RECORD_NAME
+        try:
+            record = RunRecord.model_validate_json(path.read_bytes())
+        except (OSError, ValidationError) as error:
+            raise HostError(
+                f"cannot read {path} ({' '.join(str(error).split())})",
+                remedy="`eagle3 show` without a run lists the runs",
+            ) from error
+        if record.state == "running" and record.owner is not None and record.owner.is_gone():
+            return record.model_copy(update={"state": "crashed", "message": "the run's process is gone"})
+        return record
+
+    def write(self, record: RunRecord) -> None:
+        """Replace the record.
+
+        Raises:
+            HostError: the folder cannot be written.
+        """
+        try:
+            write_atomic(self.path / RECORD_NAME, record.model_dump_json(indent=1))
+        except OSError as error:
+            raise HostError(f"cannot write the run folder {self.path} ({error})") from error
+
+    def update_stage(self, stage: Stage, **changes: Any) -> StageRecord:
+        """Change one stage's record on disk and return it."""
+        record = self.record()
+        stages = tuple(
+            entry.model_copy(update=changes) if entry.stage == stage else entry for entry in record.stages
+        )
+        self.write(record.model_copy(update={"stages": stages}))
+        return next(entry for entry in stages if entry.stage == stage)
+
+    def finish(self, state: RunState, message: str = "") -> RunRecord:
+        """Record how the run ended."""
+        record = self.record().model_copy(
+            update={"state": state, "message": message, "ended_at": datetime.now(UTC)}
+        )
+        self.write(record)
+        return record
+
+    def config(self) -> RunConfig:
+        """The configuration as resolved.
+
+        Raises:
+            HostError: missing or unreadable.
+        """
+        path = self.path / CONFIG_NAME
+        try:
+            return RunConfig.model_validate(yaml.safe_load(path.read_text()))
+        except (OSError, ValidationError, yaml.YAMLError) as error:
+            raise HostError(f"cannot read {path} ({' '.join(str(error).split())})") from error
+
+
+def new_run_id(name: str, suffix: str | None = None) -> str:
+    """`YYYYMMDD-HHMMSS-<name>-<4 hex>`, in UTC; `suffix` replaces the random digits."""
+    return f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{name}-{suffix or secrets.token_hex(2)}"
+
+
+def create_run_folder(
+    config: RunConfig, stages: Sequence[Stage], run_id: str, flow_run_id: str | None = None
+) -> RunFolder:
+    """Make the folder of a new run.
+
+    Raises:
+        HostError: the workspace cannot be written.
+    """
+    folder = RunFolder(config.workspace_path / "runs" / run_id)
+    record = RunRecord(
+        run_id=run_id,
+        name=config.name,
+        created_at=datetime.now(UTC),
+        git_commit=git_commit(),
+        owner=ProcessId.current(),
+        flow_run_id=flow_run_id,
+        stages=tuple(StageRecord(stage=stage) for stage in stages),
+    )
+    try:
+        folder.log_path("run").parent.mkdir(parents=True, exist_ok=True)
+        write_config(folder, config)
+    except OSError as error:
+        raise HostError(
+            f"cannot make the run folder {folder.path} ({error})",
+            remedy="set `workspace` to a folder that can be written",
+        ) from error
+    folder.write(record)
+    return folder
+
+
+def write_config(folder: RunFolder, config: RunConfig) -> None:
+    """Write the resolved configuration into the run folder."""
+    document = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+    write_atomic(folder.path / CONFIG_NAME, document)
+
+
+def list_runs(workspace: Path) -> list[RunFolder]:
+    """Run folders of a workspace, oldest first."""
+    runs = workspace / "runs"
+    return [RunFolder(path) for path in sorted(runs.glob("*")) if RUN_ID_PATTERN.match(path.name)]
+
+
+def find_run(workspace: Path, name: str) -> RunFolder:
+    """A run by its id, by a unique part of it, by its path, or `latest`.
+
+    Raises:
+        HostError: none or several match.
+    """
+    if (Path(name) / RECORD_NAME).is_file():
+        return RunFolder(Path(name).resolve())
+    runs = list_runs(workspace)
+    matches = runs[-1:] if name == "latest" else [run for run in runs if name in run.run_id]
+    exact = [run for run in matches if run.run_id == name]
+    matches = exact or matches
+    if len(matches) != 1:
+        known = ", ".join(run.run_id for run in (matches or runs)[-5:]) or "none yet"
+        what = f"{len(matches)} runs match" if matches else "no run matches"
+        raise HostError(f"{what} {name!r} in {workspace / 'runs'}", remedy=f"the latest are: {known}")
+    return matches[0]
