@@ -1,0 +1,1 @@
+"""The run report: `summary.json` and `report.html` from a run folder and the store's manifests."""
