@@ -42,6 +42,25 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
         raise
 
 
+class HashingWriter:
+    """Hashes what passes through it, so that a large file is not read again for its manifest entry."""
+
+    def __init__(self, handle: IO[bytes]) -> None:
+        self._handle = handle
+        self._digest = xxhash.xxh3_128()
+        self.bytes = 0
+
+    def write(self, block: bytes | memoryview) -> None:
+        """Write and hash one block of bytes."""
+        self._handle.write(block)
+        self._digest.update(block)
+        self.bytes += len(block)
+
+    def hexdigest(self) -> str:
+        """xxh3_128 of all that was written, as hex."""
+        return self._digest.hexdigest()
+
+
 def write_atomic(path: Path, content: bytes | str) -> None:
     """Replace `path` by `content` in one step that survives a crash."""
     with atomic_file(path) as handle:
