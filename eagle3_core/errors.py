@@ -85,12 +85,19 @@ class StepError(Eagle3Error):
         found: the step's own error line, or its exit status.
         log_path: the step's complete log.
         tail: the last lines that the step printed.
+        error_type: class of the error inside the step, e.g. `DataError`; None if the process just ended.
     """
 
     exit_code = EXIT_STEP_FAILED
 
     def __init__(
-        self, found: str, *, log_path: str, tail: tuple[str, ...] = (), remedy: str | None = None
+        self,
+        found: str,
+        *,
+        log_path: str,
+        tail: tuple[str, ...] = (),
+        remedy: str | None = None,
+        error_type: str | None = None,
     ) -> None:
         super().__init__(found, remedy=remedy or f"full log: {log_path}")
-        self.log_path, self.tail = log_path, tail
+        self.log_path, self.tail, self.error_type = log_path, tail, error_type

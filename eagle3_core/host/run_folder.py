@@ -2,8 +2,7 @@
 
     config.yaml          the configuration as resolved
     stages.json          RunRecord, replaced atomically at every change
-    logs/<stage>.log     complete output of the stage's step
-    steps/<stage>/       spec.json and result.json of the step boundary
+    logs/<stage>.log     complete output of the stage's step; beside it the step's spec and result
     summary.json         written by the report
     report.html          written by the report
 
@@ -45,7 +44,7 @@ class StageRecord(BaseModel):
     seconds: float | None = Field(default=None, description="From start to end of the stage, all attempts.")
     attempts: int = 0
     reused: bool = Field(default=False, description="The artifacts were there and matched their hashes.")
-    artifacts: dict[str, ArtifactRef] = Field(default={}, description="By role: what the stage made.")
+    artifacts: tuple[ArtifactRef, ...] = Field(default=(), description="What the stage made or reused.")
     message: str = Field(default="", description="A line on the outcome; the error of a failed stage.")
     log: str | None = Field(default=None, description="Log, relative to the run folder.")
     details: dict[str, Any] = Field(
@@ -88,10 +87,6 @@ class RunFolder:
         """The log of a stage."""
         return self.path / "logs" / f"{stage}.log"
 
-    def step_folder(self, stage: str) -> Path:
-        """Where spec and result of the stage's step lie."""
-        return self.path / "steps" / stage
-
     def record(self) -> RunRecord:
         """The record; a run whose process is gone counts as crashed.
 
@@ -101,11 +96,13 @@ class RunFolder:
         path = self.path / RECORD_NAME
         try:
             record = RunRecord.model_validate_json(path.read_bytes())
-        except (OSError, ValidationError) as error:
+        except FileNotFoundError:
             raise HostError(
-                f"cannot read {path} ({' '.join(str(error).split())})",
-                remedy="`eagle3 show` without a run lists the runs",
-            ) from error
+                f"the run folder {self.path} has no {RECORD_NAME}: it was removed or is not a run folder",
+                remedy="start the run again, finished artifacts are reused",
+            ) from None
+        except (OSError, ValidationError) as error:
+            raise HostError(f"cannot read {path} ({' '.join(str(error).split())})") from error
         if record.state == "running" and record.owner is not None and record.owner.is_gone():
             return record.model_copy(update={"state": "crashed", "message": "the run's process is gone"})
         return record

@@ -1,0 +1,299 @@
+"""Runs one stage: takes what is there and intact, or starts its step, and keeps the run's record.
+
+No Prefect here: a task calls `run_stage` and reports what comes back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from eagle3_core.artifacts import ArtifactKind, ArtifactPlan, ArtifactRef
+from eagle3_core.config import RunConfig, Stage
+from eagle3_core.contracts import RESULT_TYPES, BenchmarkResult, ProgressEvent, StepName, StepSpec
+from eagle3_core.errors import EXIT_BUG, Eagle3Error, StepError, StoreError, VerificationError
+from eagle3_core.estimate import check_space, estimate_run
+from eagle3_core.host.process import run_step
+from eagle3_core.host.run_folder import RunFolder
+from eagle3_core.leftovers import remove_leftovers
+from eagle3_core.planning import RunPlan, plan_run
+from eagle3_core.preflight import run_checks
+from eagle3_core.report.write import write_report
+from eagle3_core.serving.acceptance import check_acceptance
+from eagle3_core.store.local import LocalStore
+from eagle3_core.target.locate import fetch_spec, is_builtin, target_folder
+
+NOT_RETRIED = {
+    "BenchmarkError", "ConfigError", "DataError", "ExportError", "HostError", "TargetError",
+    "VerificationError",
+}  # fmt: skip
+"""Errors that a second attempt would only repeat."""
+MAX_LISTED = 8
+
+
+@dataclass(frozen=True)
+class Callbacks:
+    """Where a stage's lines and progress go; `on_tick` may raise to end the stage."""
+
+    on_line: Callable[[str], None] | None = None
+    on_progress: Callable[[ProgressEvent], None] | None = None
+    on_tick: Callable[[], None] | None = None
+
+
+class StageOutcome(BaseModel):
+    """What a stage made; small, it crosses Prefect."""
+
+    model_config = ConfigDict(frozen=True)
+    stage: Stage
+    reused: bool = False
+    artifacts: tuple[ArtifactRef, ...] = ()
+    seconds: float = 0.0
+    message: str = ""
+    result: dict[str, Any] = Field(default={}, description="The step's result.")
+    details: dict[str, Any] = Field(default={}, description="Of stages without an artifact.")
+
+
+class StageError(Eagle3Error):
+    """A stage failed; `cause` is why."""
+
+    def __init__(self, stage: Stage, cause: BaseException) -> None:
+        self.stage, self.cause = stage, cause
+        text = str(cause) if isinstance(cause, Eagle3Error) else f"{type(cause).__name__}: {cause}"
+        super().__init__(f"stage {stage} failed: {text}")
+        self.exit_code = cause.exit_code if isinstance(cause, Eagle3Error) else EXIT_BUG
+
+    @property
+    def may_pass_next_time(self) -> bool:
+        """Whether another attempt makes sense."""
+        kind = self.cause.error_type if isinstance(self.cause, StepError) else type(self.cause).__name__
+        return kind not in NOT_RETRIED
+
+
+@dataclass(frozen=True)
+class _Run:
+    config: RunConfig
+    folder: RunFolder
+    callbacks: Callbacks
+
+    def step(self, name: StepName, spec: BaseModel) -> Any:
+        """Run a step with this run's settings."""
+        return run_step(
+            name,
+            spec,
+            engine=self.config.engine,
+            folder=self.folder.log_path(name).parent,
+            on_line=self.callbacks.on_line,
+            on_progress=self.callbacks.on_progress,
+            on_tick=self.callbacks.on_tick,
+            timeout_seconds=self.config.limits.step_timeout_minutes * 60,
+        )
+
+
+def run_stage(
+    stage: Stage, config: RunConfig, run_id: str, callbacks: Callbacks | None = None
+) -> StageOutcome:
+    """Run one stage of a run whose folder exists.
+
+    Raises:
+        StageError: names the stage and the first cause.
+    """
+    run = _Run(config, RunFolder(config.workspace_path / "runs" / run_id), callbacks or Callbacks())
+    started = time.monotonic()
+    try:
+        earlier = run.folder.record().stage(stage)
+        attempts = earlier.attempts if earlier else 0
+        spent = (earlier.seconds or 0.0) if earlier else 0.0
+        begun = (earlier.started_at if earlier else None) or datetime.now(UTC)
+        run.folder.update_stage(stage, state="running", started_at=begun, attempts=attempts + 1)
+        outcome = _HANDLERS[stage](run)
+    except Exception as error:
+        failure = StageError(stage, error)
+        _record_failure(run, stage, "failed", str(failure), time.monotonic() - started)
+        raise failure from error
+    except BaseException:
+        _record_failure(run, stage, "cancelled", "interrupted", time.monotonic() - started)
+        raise
+    seconds = spent + time.monotonic() - started
+    run.folder.update_stage(
+        stage,
+        state="completed",
+        seconds=round(seconds, 3),
+        reused=outcome.reused,
+        artifacts=outcome.artifacts,
+        message=outcome.message,
+        log=_log_name(run, stage),
+        details=outcome.details,
+    )
+    return outcome.model_copy(update={"seconds": seconds})
+
+
+def _record_failure(run: _Run, stage: Stage, state: str, message: str, seconds: float) -> None:
+    """Record it where the run folder still exists; the error itself matters more."""
+    with contextlib.suppress(Eagle3Error):
+        spent = getattr(run.folder.record().stage(stage), "seconds", None) or 0.0
+        run.folder.update_stage(
+            stage, state=state, seconds=round(spent + seconds, 3), message=message, log=_log_name(run, stage)
+        )
+
+
+def _log_name(run: _Run, stage: Stage) -> str | None:
+    path = run.folder.log_path(stage)
+    return path.relative_to(run.folder.path).as_posix() if path.is_file() else None
+
+
+def _preflight(run: _Run) -> StageOutcome:
+    """Check the host, fetch a missing built-in target, check that too."""
+    config = run.config
+    checks, error = run_checks(config)
+    if error is None and is_builtin(config.target.model) and not target_folder(config).is_dir():
+        run.step("fetch_target", fetch_spec(config))
+        checks, error = run_checks(config)
+    if error is not None:
+        raise error
+    details = {"checks": [check.model_dump() for check in checks]}
+    return StageOutcome(stage="preflight", message=f"{len(checks)} checks passed", details=details)
+
+
+def _plan(run: _Run) -> StageOutcome:
+    """Estimate the run's bytes and minutes and refuse what does not fit."""
+    stages = [record.stage for record in run.folder.record().stages]
+    estimate = estimate_run(plan_run(run.config), stages)
+    check_space(estimate, run.config)
+    return StageOutcome(
+        stage="plan",
+        message=f"{estimate.new_bytes:,} bytes to write, {estimate.free_bytes:,} free, "
+        f"roughly {estimate.total_minutes:.0f} min",
+        details=estimate.model_dump(mode="json"),
+    )
+
+
+def _make(stage: StepName) -> Callable[[_Run], StageOutcome]:
+    """The handler of a stage that makes artifacts through a step."""
+
+    def handler(run: _Run) -> StageOutcome:
+        plan = plan_run(run.config)
+        outputs, inputs = plan.outputs(stage), plan.inputs(stage)  # type: ignore[arg-type]
+        reused = _intact(plan, outputs)
+        if not reused:
+            _check_inputs(plan, stage, inputs)
+            spec = StepSpec(
+                config=run.config,
+                run_id=run.folder.run_id,
+                target_path=str(plan.target_path),
+                outputs={str(kind): planned for kind, planned in outputs.items()},
+                inputs={str(kind): ref for kind, ref in inputs.items()},
+            )
+            run.step(stage, spec)
+        return _outcome(run, plan, stage, outputs, reused)
+
+    return handler
+
+
+def _verify(run: _Run) -> StageOutcome:
+    """Check sizes and hashes of the capture first, without an engine."""
+    plan = plan_run(run.config)
+    capture = plan.store.read(plan.inputs("verify")["capture"])
+    problems = plan.store.problems(capture)
+    if problems:
+        raise VerificationError(
+            f"{len(problems)} of {len(capture.files)} shards of {capture.ref} are damaged: {_some(problems)}",
+            remedy="run the stage extract again: it makes these anew and keeps the others",
+        )
+    return _make("verify")(run)
+
+
+def _benchmark(run: _Run) -> StageOutcome:
+    """Hold the result, new or reused, against the run's limits."""
+    outcome = _make("benchmark")(run)
+    check_acceptance(BenchmarkResult.model_validate(outcome.result), run.config)
+    return outcome
+
+
+def _cleanup(run: _Run) -> StageOutcome:
+    """Remove temporary files that interrupted writers of this run's artifacts left."""
+    plan = plan_run(run.config)
+    folders = [plan.store.folder(planned.ref) for planned in plan.artifacts.values()]
+    removed, busy = remove_leftovers(folders)
+    size = sum(removed.values())
+    in_use = f"; {len(busy)} folders are in use by another run" if busy else ""
+    return StageOutcome(
+        stage="cleanup",
+        message=f"removed {len(removed)} leftover files, {size:,} bytes{in_use}",
+        details={"removed": removed, "bytes": size, "busy": busy},
+    )
+
+
+def _report(run: _Run) -> StageOutcome:
+    """Write summary.json and report.html."""
+    write_report(run.folder.path, LocalStore(run.config.store_path))
+    return StageOutcome(stage="report", message=f"{run.folder.path / 'report.html'}")
+
+
+def _intact(plan: RunPlan, outputs: dict[ArtifactKind, ArtifactPlan]) -> bool:
+    """Whether every output is complete, matches its hashes, and the last one carries a result."""
+    manifests = [plan.store.find(planned.ref) for planned in outputs.values()]
+    if any(manifest is None or manifest.state != "complete" for manifest in manifests):
+        return False
+    last = manifests[-1]
+    return (
+        last is not None
+        and "result" in last.facts
+        and not any(plan.store.problems(manifest) for manifest in manifests if manifest)
+    )
+
+
+def _check_inputs(plan: RunPlan, stage: str, inputs: dict[ArtifactKind, ArtifactRef]) -> None:
+    """Refuse to start a step on damaged inputs.
+
+    Raises:
+        StoreError: lists the files.
+    """
+    for kind, ref in inputs.items():
+        problems = plan.store.problems(plan.store.read(ref))
+        if problems:
+            raise StoreError(
+                f"the stage {stage} cannot use {ref}: {_some(problems)}",
+                remedy=f"run the stage that makes the {kind} again: it makes only these files anew",
+            )
+
+
+def _outcome(
+    run: _Run, plan: RunPlan, stage: StepName, outputs: dict[ArtifactKind, ArtifactPlan], reused: bool
+) -> StageOutcome:
+    """Read the stage's result back from the store: the same for a new and a reused one."""
+    manifests = [plan.store.read(planned.ref) for planned in outputs.values()]
+    result = RESULT_TYPES[stage].model_validate(manifests[-1].facts.get("result"))
+    verb = "reused, hashes match" if reused else "made"
+    return StageOutcome(
+        stage=stage,  # type: ignore[arg-type]
+        reused=reused,
+        artifacts=tuple(manifest.ref for manifest in manifests),
+        message=f"{verb}: {manifests[-1].ref}, {sum(manifest.bytes for manifest in manifests):,} bytes",
+        result=result.model_dump(mode="json"),
+    )
+
+
+def _some(problems: dict[str, str]) -> str:
+    listed = list(problems.values())
+    more = f" and {len(listed) - MAX_LISTED} more" if len(listed) > MAX_LISTED else ""
+    return "; ".join(listed[:MAX_LISTED]) + more
+
+
+_HANDLERS: dict[Stage, Callable[[_Run], StageOutcome]] = {
+    "preflight": _preflight,
+    "plan": _plan,
+    "prepare": _make("prepare"),
+    "extract": _make("extract"),
+    "verify": _verify,
+    "train": _make("train"),
+    "export": _make("export"),
+    "benchmark": _benchmark,
+    "cleanup": _cleanup,
+    "report": _report,
+}

@@ -1,0 +1,156 @@
+"""What a run will make: artifact ids, and which stage makes and needs which artifact.
+
+Ids of conversations, dataset and vocabulary are known from the configuration alone; the rest is known once
+the dataset exists, because a capture is determined by the dataset's content.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from eagle3_core import identity
+from eagle3_core.artifacts import ArtifactKind, ArtifactPlan, ArtifactRef, Manifest
+from eagle3_core.config import RunConfig, Stage
+from eagle3_core.errors import StoreError
+from eagle3_core.host.engine_info import EngineVersions, engine_versions
+from eagle3_core.store.local import LocalStore
+from eagle3_core.target.info import TargetInfo, inspect_target
+from eagle3_core.target.locate import target_folder
+
+STAGE_OUTPUTS: dict[Stage, tuple[ArtifactKind, ...]] = {
+    "prepare": ("conversations", "dataset", "vocabulary"),
+    "extract": ("capture",),
+    "verify": ("verification",),
+    "train": ("checkpoint",),
+    "export": ("export",),
+    "benchmark": ("benchmark",),
+}
+"""Artifacts that a stage makes; the last one carries the stage's result."""
+
+STAGE_INPUTS: dict[Stage, tuple[ArtifactKind, ...]] = {
+    "prepare": (),
+    "extract": ("dataset",),
+    "verify": ("dataset", "capture"),
+    "train": ("dataset", "vocabulary", "capture", "verification"),
+    "export": ("vocabulary", "checkpoint"),
+    "benchmark": ("dataset", "export"),
+}
+"""Artifacts that a stage reads."""
+
+MAKING_STAGE: dict[ArtifactKind, Stage] = {
+    kind: stage for stage, kinds in STAGE_OUTPUTS.items() for kind in kinds
+}
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """Everything that is decided before a step starts.
+
+    Attributes:
+        config: the run's configuration.
+        target_path: folder of the target.
+        target: facts of the target.
+        versions: versions of the engine environment.
+        store: where the artifacts are.
+        artifacts: plans by kind, in the order of making; those whose id is not known yet are absent.
+    """
+
+    config: RunConfig
+    target_path: Path
+    target: TargetInfo
+    versions: EngineVersions
+    store: LocalStore
+    artifacts: dict[ArtifactKind, ArtifactPlan]
+
+    def manifest(self, kind: ArtifactKind) -> Manifest | None:
+        """The manifest of an artifact, partial or complete, or None."""
+        plan = self.artifacts.get(kind)
+        return self.store.find(plan.ref) if plan else None
+
+    def outputs(self, stage: Stage) -> dict[ArtifactKind, ArtifactPlan]:
+        """Plans of what a stage makes.
+
+        Raises:
+            StoreError: not known yet, because an earlier stage has not run.
+        """
+        return {kind: self._plan(kind, stage) for kind in STAGE_OUTPUTS[stage]}
+
+    def inputs(self, stage: Stage) -> dict[ArtifactKind, ArtifactRef]:
+        """What a stage reads, complete in the store.
+
+        Raises:
+            StoreError: an artifact is missing; names the stage that makes it.
+        """
+        refs = {}
+        for kind in STAGE_INPUTS[stage]:
+            plan = self._plan(kind, stage)
+            manifest = self.store.find(plan.ref)
+            if manifest is None or manifest.state != "complete":
+                raise self._missing(stage, kind, str(plan.ref))
+            refs[kind] = plan.ref
+        return refs
+
+    def _plan(self, kind: ArtifactKind, stage: Stage) -> ArtifactPlan:
+        if kind not in self.artifacts:
+            raise self._missing(stage, "dataset", str(self.artifacts["dataset"].ref))
+        return self.artifacts[kind]
+
+    def _missing(self, stage: Stage, kind: ArtifactKind, name: str) -> StoreError:
+        return StoreError(
+            f"the stage {stage} needs {name}, which is not complete in {self.store.root}",
+            remedy=f"run the stage {MAKING_STAGE[kind]} first (`--stages {MAKING_STAGE[kind]},{stage}`)",
+        )
+
+
+def plan_run(config: RunConfig) -> RunPlan:
+    """Look at target, engine environment and store, and decide every id that can be known now.
+
+    Raises:
+        TargetError: the target is missing, unreadable or too small for the layer ids.
+        HostError: the engine environment is missing or incomplete.
+        DataError: a prompt file is missing or the draft vocabulary is larger than the target's.
+    """
+    target_path = target_folder(config)
+    target = inspect_target(target_path)
+    versions = engine_versions(config.engine)
+    store = LocalStore(config.store_path)
+    artifacts = plan_artifacts(config, target, versions, store)
+    return RunPlan(config, target_path, target, versions, store, artifacts)
+
+
+def plan_artifacts(
+    config: RunConfig, target: TargetInfo, versions: EngineVersions, store: LocalStore
+) -> dict[ArtifactKind, ArtifactPlan]:
+    """Plans by kind, in the order of making."""
+    identity.resolve_aux_layer_ids(config.target.aux_layer_ids, target.num_layers)
+    conversations = identity.plan_conversations(config, target, versions.vllm)
+    dataset = identity.plan_dataset(config, target, conversations.ref)
+    vocabulary = identity.plan_vocabulary(config, target, dataset.ref)
+    plans: dict[ArtifactKind, ArtifactPlan] = {
+        "conversations": conversations,
+        "dataset": dataset,
+        "vocabulary": vocabulary,
+    }
+    content_hash = dataset_content_hash(store, dataset.ref)
+    if content_hash is None:
+        return plans
+    engine = versions.capture_engine(config)
+    capture = identity.plan_capture(config, target, dataset.ref, content_hash, engine)
+    checkpoint = identity.plan_checkpoint(config, target, capture.ref, vocabulary.ref)
+    export = identity.plan_export(config, checkpoint.ref)
+    return plans | {
+        "capture": capture,
+        "verification": identity.plan_verification(config, capture.ref),
+        "checkpoint": checkpoint,
+        "export": export,
+        "benchmark": identity.plan_benchmark(config, export.ref, dataset.ref, versions.vllm),
+    }
+
+
+def dataset_content_hash(store: LocalStore, dataset: ArtifactRef) -> str | None:
+    """The content hash of a complete dataset, or None."""
+    manifest = store.find(dataset)
+    if manifest is None or manifest.state != "complete":
+        return None
+    return manifest.facts.get("content_hash")

@@ -1,0 +1,181 @@
+"""Checks of host, engine environment, target and data before anything is loaded."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+
+from eagle3_core.config import RunConfig
+from eagle3_core.errors import ConfigError, Eagle3Error, HostError, TargetError
+from eagle3_core.estimate import GIB
+from eagle3_core.host.engine_environment import openmp_library
+from eagle3_core.host.engine_info import engine_versions
+from eagle3_core.host.inspect import (
+    check_loopback_port,
+    check_writable,
+    existing_parent,
+    free_disk_bytes,
+    inspect_host,
+)
+from eagle3_core.host.process import engine_interpreter
+from eagle3_core.identity import draft_vocab_size, prompt_files
+from eagle3_core.target.info import TargetInfo, inspect_target
+from eagle3_core.target.layers import resolve_aux_layer_ids
+from eagle3_core.target.locate import is_builtin, target_folder
+
+
+class Check(BaseModel):
+    """One thing that was looked at."""
+
+    model_config = ConfigDict(frozen=True)
+    name: str
+    ok: bool
+    found: str
+
+
+def run_checks(config: RunConfig) -> tuple[list[Check], Eagle3Error | None]:
+    """All checks that are possible, and the first error."""
+    checks: list[Check] = []
+    first: Eagle3Error | None = None
+    for name, check in CHECKS.items():
+        try:
+            checks.append(Check(name=name, ok=True, found=check(config)))
+        except Eagle3Error as error:
+            first = first or error
+            checks.append(Check(name=name, ok=False, found=str(error)))
+    return checks, first
+
+
+def check_combinations(config: RunConfig) -> str:
+    """Settings that exclude each other.
+
+    Raises:
+        ConfigError: names both settings.
+    """
+    engine = config.engine
+    if engine.device == "cpu" and engine.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"engine.tensor_parallel_size is {engine.tensor_parallel_size} on the CPU",
+            remedy="set it to 1, or engine.device to cuda",
+        )
+    if config.data.max_length > engine.max_model_len:
+        raise ConfigError(
+            f"data.max_length is {config.data.max_length}, more than engine.max_model_len "
+            f"{engine.max_model_len}",
+            remedy="lower the first or raise the second",
+        )
+    for name, tokens in {
+        "benchmark.max_tokens": config.benchmark.max_tokens,
+        "data.generation.max_tokens": config.data.generation.max_tokens,
+    }.items():
+        if tokens >= engine.max_model_len:
+            raise ConfigError(
+                f"{name} is {tokens}, which leaves no room for a prompt",
+                expected=f"less than engine.max_model_len {engine.max_model_len}",
+            )
+    return "settings fit together"
+
+
+def _check_processors(config: RunConfig) -> str:
+    return f"{inspect_host().num_cpus} processors"
+
+
+def _check_memory(config: RunConfig) -> str:
+    available = inspect_host().memory_available_bytes / GIB
+    if available < config.limits.min_free_memory_gib:
+        raise HostError(
+            f"{available:.1f} GiB of memory are available",
+            expected=f"at least limits.min_free_memory_gib = {config.limits.min_free_memory_gib:g}",
+            remedy="end other programs, or lower the limit",
+        )
+    return f"{available:.1f} GiB available"
+
+
+def _check_disk(config: RunConfig) -> str:
+    free = free_disk_bytes(config.store_path) / GIB
+    if free < config.limits.min_free_disk_gib:
+        raise HostError(
+            f"{free:.1f} GiB are free at {existing_parent(config.store_path)}",
+            expected=f"at least limits.min_free_disk_gib = {config.limits.min_free_disk_gib:g}",
+            remedy="free some space or set `store` to a larger disk",
+        )
+    return f"{free:.1f} GiB free at {config.store_path}"
+
+
+def _check_workspace(config: RunConfig) -> str:
+    check_writable(config.workspace_path, "workspace")
+    check_writable(config.store_path, "store")
+    return f"{config.workspace_path} and {config.store_path} can be written"
+
+
+def _check_engine(config: RunConfig) -> str:
+    versions = engine_versions(config.engine)
+    return f"{versions.vllm}, torch {versions.packages['torch']}, Python {versions.python}"
+
+
+def _check_openmp(config: RunConfig) -> str:
+    if config.engine.device != "cpu":
+        return "not needed"
+    library = openmp_library(engine_interpreter(config.engine))
+    return f"{library}" if library else "libiomp5 is not in the engine environment: vLLM will be slower"
+
+
+def _check_ports(config: RunConfig) -> str:
+    check_loopback_port()
+    return "a local port can be opened"
+
+
+def _check_target(config: RunConfig) -> str:
+    path = target_folder(config)
+    if is_builtin(config.target.model) and not path.is_dir():
+        return f"{config.target.model} will be fetched into {path}"
+    target = inspect_target(path)
+    check_readable(target)
+    ids = resolve_aux_layer_ids(config.target.aux_layer_ids, target.num_layers)
+    draft_vocab_size(config, target)
+    longest = target.max_position_embeddings
+    if longest is not None and config.engine.max_model_len > longest:
+        raise ConfigError(
+            f"engine.max_model_len is {config.engine.max_model_len}, but the target has {longest} positions",
+            remedy="lower it",
+        )
+    return f"{target.architecture}, {target.num_layers} layers, auxiliary ids {ids}, at {path}"
+
+
+def check_readable(target: TargetInfo) -> None:
+    """Whether a tokenizer is there and every weight file can be opened.
+
+    Raises:
+        TargetError: names the file.
+    """
+    folder = Path(target.path)
+    for file in sorted({target.embedding.file, target.norm.file, target.lm_head.file}):
+        if not os.access(folder / file, os.R_OK):
+            raise TargetError(f"{folder / file} cannot be read", remedy="check its permissions")
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "tiktoken.model")):
+        raise TargetError(f"{folder} has no tokenizer", expected="tokenizer.json or tokenizer.model")
+
+
+def _check_prompts(config: RunConfig) -> str:
+    files = prompt_files(config)
+    for file in files:
+        if not os.access(file, os.R_OK):
+            raise HostError(f"{file} cannot be read", remedy="check its permissions")
+    return ", ".join(str(file) for file in files)
+
+
+CHECKS: dict[str, Callable[[RunConfig], str]] = {
+    "settings": check_combinations,
+    "target": _check_target,
+    "prompts": _check_prompts,
+    "engine environment": _check_engine,
+    "openmp": _check_openmp,
+    "processors": _check_processors,
+    "memory": _check_memory,
+    "disk": _check_disk,
+    "folders": _check_workspace,
+    "ports": _check_ports,
+}

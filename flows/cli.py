@@ -1,0 +1,205 @@
+"""The `eagle3` command.
+
+Commands that need no Prefect do not import it, so they answer at once.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from eagle3_core.config import RunConfig, load_profile, parse_stages
+from eagle3_core.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_OK, Eagle3Error
+
+DEFAULT_PROFILE = "smollm2-135m-demo"
+
+app = typer.Typer(
+    name="eagle3",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Train an EAGLE-3 draft for a target model and measure it in the engine that will serve it.",
+    epilog="A PROFILE is a YAML file or the name of one in deployments/profiles. Errors are one line and the "
+    "exit code says whose they are: 2 yours to correct, 3 a step that failed (its log is named), 1 a bug.",
+)
+target_app = typer.Typer(no_args_is_help=True, help="Fetch or inspect a target.")
+app.add_typer(target_app, name="target")
+
+ProfileArgument = Annotated[str, typer.Argument(help="YAML file, or name of a shipped profile.")]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a field, e.g. `train.num_epochs=2`; repeatable."),
+]
+LimitOption = Annotated[
+    int | None, typer.Option("--limit", min=4, help="Rehearse on this many prompts before hours are spent.")
+]
+StagesOption = Annotated[
+    str | None,
+    typer.Option("--stages", help="Comma-separated stages; default all. Inputs come from the store."),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+DebugOption = Annotated[bool, typer.Option("--debug", help="Show tracebacks and Prefect's own log.")]
+WorkspaceOption = Annotated[
+    str, typer.Option("--workspace", help="Workspace folder; relative paths are below the checkout.")
+]
+
+
+@app.command()
+def run(
+    profile: ProfileArgument = DEFAULT_PROFILE,
+    stages: StagesOption = None,
+    limit: LimitOption = None,
+    overrides: SetOption = None,
+    debug: DebugOption = False,
+) -> None:
+    """Run the pipeline, or some stages of it; what is there already and intact is reused.
+
+    Uses the Prefect API of PREFECT_API_URL or of the active Prefect profile, else an embedded server.
+    """
+    from flows.launch import launch
+
+    config = _load(profile, limit, overrides)
+    wanted = parse_stages(stages.split(",")) if stages is not None else None
+    raise typer.Exit(launch(config, wanted, debug=debug))
+
+
+@app.command()
+def plan(
+    profile: ProfileArgument = DEFAULT_PROFILE,
+    stages: StagesOption = None,
+    limit: LimitOption = None,
+    overrides: SetOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show what a run would make: artifact ids, bytes, rough minutes, and what is there already."""
+    from flows.views import show_plan
+
+    wanted = parse_stages(stages.split(",")) if stages is not None else None
+    show_plan(_load(profile, limit, overrides), wanted, as_json)
+
+
+@app.command()
+def show(
+    run: Annotated[str, typer.Argument(help="Run id, a part of it, its folder, or `latest`.")] = "latest",
+    workspace: WorkspaceOption = "workspace",
+    as_json: JsonOption = False,
+) -> None:
+    """Show a run: its stages, and the figures that it measured."""
+    from flows.views import show_run
+
+    show_run(workspace, run, as_json)
+
+
+@app.command()
+def runs(workspace: WorkspaceOption = "workspace") -> None:
+    """List the runs of a workspace."""
+    from flows.views import show_runs
+
+    show_runs(workspace)
+
+
+@app.command()
+def lineage(
+    artifact: Annotated[str, typer.Argument(help="KIND/ID, e.g. checkpoint/0123456789abcdef, or just the id.")],
+    workspace: WorkspaceOption = "workspace",
+    store: Annotated[str | None, typer.Option(help="Store root; default `store` in the workspace.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """What made this artifact: every ancestor with what determined it."""
+    from flows.views import show_lineage
+
+    show_lineage(workspace, store, artifact, as_json)
+
+
+@app.command()
+def doctor(
+    profile: ProfileArgument = DEFAULT_PROFILE, overrides: SetOption = None, as_json: JsonOption = False
+) -> None:
+    """Check host, engine environment, target and data for a profile; exit code 2 if something is wrong."""
+    from flows.views import show_checks
+
+    raise typer.Exit(show_checks(_load(profile, None, overrides), as_json))
+
+
+@app.command()
+def deploy(
+    profile: Annotated[str, typer.Option("--profile", help="Profile that the deployments run.")] = DEFAULT_PROFILE,
+    overrides: SetOption = None,
+) -> None:
+    """Register the deployments full, extract, train, benchmark and nightly; safe to repeat.
+
+    Needs a Prefect server (`prefect server start`) and PREFECT_API_URL. Start a worker with
+    `prefect worker start --pool eagle3`, then `prefect deployment run eagle3/full --watch`.
+    """
+    from flows.launch import quiet_prefect
+
+    quiet_prefect(debug=False)
+    from flows.deploy import deploy_all
+
+    for line in deploy_all(_load(profile, None, overrides)):
+        typer.echo(line)
+
+
+@app.command()
+def config(
+    as_json: Annotated[bool, typer.Option("--json", help="Print the JSON schema.")] = False,
+) -> None:
+    """List every field of a profile: type, default, meaning."""
+    from flows.views import show_fields
+
+    show_fields(as_json)
+
+
+@target_app.command("fetch")
+def target_fetch(
+    name: Annotated[str, typer.Argument(help="A built-in target, e.g. smollm2-135m.")],
+    workspace: WorkspaceOption = "workspace",
+    engine_python: Annotated[
+        str | None, typer.Option("--engine-python", help="Interpreter of the engine environment.")
+    ] = None,
+) -> None:
+    """Fetch a built-in target and convert it to a Hugging Face folder."""
+    from flows.views import fetch_target
+
+    fetch_target(name, workspace, engine_python)
+
+
+@target_app.command("inspect")
+def target_inspect(
+    target: Annotated[str, typer.Argument(help="Built-in name, folder, or a hub id in the local cache.")],
+    workspace: WorkspaceOption = "workspace",
+    as_json: JsonOption = False,
+) -> None:
+    """Show what is known of a target: layers, sizes, capture ids, fingerprint."""
+    from flows.views import show_target
+
+    show_target(target, workspace, as_json)
+
+
+def _load(profile: str, limit: int | None, overrides: list[str] | None) -> RunConfig:
+    return load_profile(profile, [*(overrides or []), *([f"limit={limit}"] if limit else [])])
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; returns or exits with the documented exit code."""
+    given = sys.argv[1:] if arguments is None else arguments
+    try:
+        code: Any = app(args=given, standalone_mode=False)
+        return sys.exit(code if isinstance(code, int) else EXIT_OK)
+    except Eagle3Error as error:
+        if "--debug" in given:
+            raise
+        print(f"eagle3: {error}", file=sys.stderr)
+        return sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        print("eagle3: interrupted; start it again to go on", file=sys.stderr)
+        return sys.exit(EXIT_INTERRUPTED)
+
+
+if __name__ == "__main__":
+    main()

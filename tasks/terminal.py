@@ -1,0 +1,109 @@
+"""What the person at the terminal sees: a live bar on a terminal, plain lines elsewhere.
+
+A worker's flow run has no terminal; there every call does nothing, and Prefect's own console log speaks.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+
+from eagle3_core.config import Stage
+from eagle3_core.contracts import ProgressEvent
+from eagle3_core.pipeline import StageOutcome
+
+PLAIN_PROGRESS_SECONDS = 15.0
+
+
+class Terminal:
+    """Shows nothing."""
+
+    def stage_started(self, stage: Stage) -> None:
+        """A stage begins."""
+
+    def line(self, stage: Stage, text: str, level: int) -> None:
+        """A log line."""
+
+    def progress(self, stage: Stage, event: ProgressEvent) -> None:
+        """A progress event."""
+
+    def stage_done(self, outcome: StageOutcome) -> None:
+        """A stage ended well."""
+
+    def close(self) -> None:
+        """Nothing more is shown."""
+
+
+class RichTerminal(Terminal):
+    """A bar for the running stage, one line for each finished one, warnings as they come."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._progress = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description:<10}"),
+            BarColumn(bar_width=30),
+            TextColumn("{task.fields[text]}"),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+        )
+        self._task: TaskID | None = None
+        self._last_plain = 0.0
+        if console.is_terminal:
+            self._progress.start()
+
+    def stage_started(self, stage: Stage) -> None:
+        if self._console.is_terminal:
+            self._clear()
+            self._task = self._progress.add_task(stage, total=None, text="")
+        else:
+            self._console.print(f"{stage} ...", highlight=False)
+        self._last_plain = time.monotonic()
+
+    def line(self, stage: Stage, text: str, level: int) -> None:
+        if level >= logging.WARNING:
+            style = "red" if level >= logging.ERROR else "yellow"
+            self._console.print(f"  {text}", style=style, markup=False, highlight=False)
+
+    def progress(self, stage: Stage, event: ProgressEvent) -> None:
+        from tasks.reporting import describe
+
+        text = describe(event)
+        if self._task is not None:
+            self._progress.update(self._task, completed=event.done, total=event.total, text=text)
+        elif time.monotonic() - self._last_plain > PLAIN_PROGRESS_SECONDS:
+            self._last_plain = time.monotonic()
+            self._console.print(f"  {stage}: {text}", markup=False, highlight=False)
+
+    def stage_done(self, outcome: StageOutcome) -> None:
+        self._clear()
+        mark = "[dim]=[/dim]" if outcome.reused else "[green]✓[/green]"
+        self._console.print(f"{mark} {outcome.stage:<10}{outcome.seconds:7.1f} s  ", end="", highlight=False)
+        self._console.print(outcome.message, markup=False, highlight=False)
+
+    def close(self) -> None:
+        self._clear()
+        self._progress.stop()
+
+    def _clear(self) -> None:
+        if self._task is not None:
+            self._progress.remove_task(self._task)
+            self._task = None
+
+
+_terminal: Terminal = Terminal()
+
+
+def terminal() -> Terminal:
+    """The terminal of this process."""
+    return _terminal
+
+
+def use_terminal(new: Terminal) -> None:
+    """Set the terminal of this process; the command line does."""
+    global _terminal
+    _terminal = new
