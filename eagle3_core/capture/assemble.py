@@ -1,0 +1,186 @@
+"""Collects the states of single samples into shards and writes each shard when its last sample is there.
+
+Legend: S tokens of a sample, A auxiliary layers, H hidden size.
+
+Runs where the states are: in the engine's worker or in the step itself. Rows go straight into the shard's
+memory; there is no file for a sample.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from eagle3_core.capture.job import MAX_SHARDS_IN_FLIGHT, CaptureJob
+from eagle3_core.errors import CaptureError
+from eagle3_core.store.dataset import Sample
+from eagle3_core.store.files import write_atomic
+from eagle3_core.store.shards import CapturedSample, PackedShard, PlannedShard, write_packed_shard
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _OpenShard:
+    planned: PlannedShard
+    packed: PackedShard
+    missing: set[str]
+
+
+class ShardAssembler:
+    """Fills and writes the shards of a job.
+
+    Args:
+        job: what is captured.
+        samples: all samples of the dataset, in order.
+        pin_memory: page-locked memory for copies from a GPU.
+
+    `place` and `filled` are called by one thread; another one writes.
+    """
+
+    def __init__(self, job: CaptureJob, samples: Sequence[Sample], pin_memory: bool = False) -> None:
+        self._job, self._samples, self._pin = job, samples, pin_memory
+        self._where: dict[str, tuple[PlannedShard, int]] = {
+            samples[index].key: (shard, index)
+            for shard in job.shards
+            for index in range(shard.start, shard.end)
+        }
+        self._open: dict[int, _OpenShard] = {}
+        self._placed: set[str] = set()
+        self._writing: list[Future[None]] = []
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="shard-writer")
+
+    def place(self, key: str, token_ids: Sequence[int], num_rows: int) -> CapturedSample:
+        """The memory for one sample's states, to be filled and then confirmed with `filled`.
+
+        Args:
+            key: key of the sample.
+            token_ids: the ids that the engine says it ran.
+            num_rows: the rows of states that the engine has for them.
+
+        Raises:
+            CaptureError: an unknown key, a sample that came twice, other ids or another number of rows than
+                were sent, or more open shards than allowed.
+        """
+        if key not in self._where:
+            raise CaptureError(f"{self._job.engine} returned states of {key!r}, which was not asked for")
+        if key in self._placed:
+            raise CaptureError(f"{self._job.engine} returned the states of sample {key} twice")
+        shard, index = self._where[key]
+        check_rows(self._job.engine, self._samples[index], token_ids, num_rows)
+        if shard.index not in self._open:
+            self._open[shard.index] = self._begin(shard)
+        self._placed.add(key)
+        return self._open[shard.index].packed.sample(index - shard.start)
+
+    def filled(self, key: str) -> None:
+        """Confirm that a sample's states are in place; the last one of a shard starts its writing."""
+        shard, _ = self._where[key]
+        missing = self._open[shard.index].missing
+        missing.remove(key)
+        if not missing:
+            self._writing.append(self._writer.submit(self._write, self._open.pop(shard.index)))
+
+    def add(self, key: str, token_ids: Sequence[int], states: torch.Tensor) -> None:
+        """Take the states [S, A + 1, H] of one sample, the final layer last."""
+        place = self.place(key, token_ids, len(states))
+        fill(place, states)
+        self.filled(key)
+
+    def drain(self) -> None:
+        """Wait until every shard is written; called when all samples that were asked for have come.
+
+        Raises:
+            CaptureError: writing failed, or samples of a begun shard are missing.
+        """
+        self._wait(len(self._writing))
+        for unfinished in self._open.values():
+            names = ", ".join(sorted(unfinished.missing)[:5])
+            raise CaptureError(
+                f"{self._job.engine} returned no states for {len(unfinished.missing)} samples of "
+                f"{unfinished.planned.file_name}: {names}"
+            )
+
+    def close(self) -> None:
+        """End the writing thread after what it has begun."""
+        self._writer.shutdown(wait=True)
+
+    def _begin(self, shard: PlannedShard) -> _OpenShard:
+        if len(self._open) >= MAX_SHARDS_IN_FLIGHT:
+            raise CaptureError(
+                f"states of {shard.file_name} came while {len(self._open)} shards are unfinished",
+                expected=f"at most {MAX_SHARDS_IN_FLIGHT} shards at once",
+            )
+        self._wait(len(self._open) + len(self._writing) + 1 - MAX_SHARDS_IN_FLIGHT)
+        samples = self._samples[shard.start : shard.end]
+        packed = PackedShard(samples, self._job.layout, pin_memory=self._pin)
+        return _OpenShard(shard, packed, {sample.key for sample in samples})
+
+    def _wait(self, count: int) -> None:
+        """Wait for the oldest `count` shards being written, and pass on an error of any that is done."""
+        for future in self._writing[: max(0, count)]:
+            future.result()
+        for future in self._writing:
+            if future.done():
+                future.result()
+        self._writing = [future for future in self._writing if not future.done()]
+
+    def _write(self, shard: _OpenShard) -> None:
+        path = Path(self._job.folder) / shard.planned.file_name
+        try:
+            entry = write_packed_shard(path, shard.packed)
+            write_atomic(self._job.entry_path(shard.planned), entry.model_dump_json())
+        except OSError as error:
+            failure = CaptureError(
+                f"cannot write {path} ({error.strerror or error})",
+                remedy="make room or check the disk, then run again: finished shards are kept",
+            )
+            self._job.record_failure(failure)
+            raise failure from error
+        except Exception as error:
+            self._job.record_failure(error)
+            raise
+        logger.debug("%s: wrote %s", threading.current_thread().name, path)
+
+
+def fill(place: CapturedSample, states: torch.Tensor) -> None:
+    """Copy states [S, A + 1, H] into a sample's place: all rows of A layers, the wanted rows of the last.
+
+    From a GPU into pinned memory the copies are only begun: the caller waits for an event.
+    """
+    num_aux = place.aux_states.shape[1]
+    place.aux_states.copy_(states[:, :num_aux].contiguous(), non_blocking=True)
+    if len(place.final_rows):
+        rows = place.final_rows.to(states.device, non_blocking=True)
+        place.final_states.copy_(states[rows, num_aux], non_blocking=True)
+
+
+def check_rows(engine: str, sample: Sample, token_ids: Sequence[int], num_rows: int) -> None:
+    """Compare what an engine ran with what was sent.
+
+    Raises:
+        CaptureError: names sample, engine and both lengths, or the first id that differs.
+    """
+    sent = sample.input_ids.tolist()
+    if len(token_ids) != len(sent) or num_rows != len(sent):
+        raise CaptureError(
+            f"sample {sample.key}: {engine} returned {num_rows} rows of states for {len(token_ids)} tokens",
+            expected=f"{len(sent)} rows, one for each token sent",
+            remedy="turn prefix caching off and capture again",
+        )
+    if list(token_ids) != sent:
+        first = next(
+            j for j, (ours, theirs) in enumerate(zip(sent, token_ids, strict=True)) if ours != theirs
+        )
+        raise CaptureError(
+            f"sample {sample.key}: {engine} ran token {token_ids[first]} at position {first}",
+            expected=f"{sent[first]} as sent",
+        )

@@ -1,0 +1,158 @@
+"""Pure comparisons of stored states with what they should be.
+
+Legend: S tokens, A auxiliary layers, H hidden size, R rows with a final state, V vocabulary, N layers.
+
+Which rows the next-token check uses, on five tokens (the answer begins at 3, so rows 3 and 4 have a final
+state; the state of row j predicts token j + 1, and token 4 is the last):
+
+    j            0    1    2    3    4
+    input_ids    p    p    p    a    end
+    loss_mask    0    0    0    1    1
+    checked                     yes        l[3] = l[4] = 1: the state of row 3 must give token 4
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+TIE_TOLERANCE = 2 * 2**-8
+"""Two logits closer than this share of the top one are not told apart by bf16 (8 bits of mantissa)."""
+WRONG_LAYER_RATIO = 5.0
+"""The nearest wrong layer must be at least this many times as far away as the right one."""
+
+
+@dataclass(frozen=True)
+class NextTokenCounts:
+    """Rows of a next-token check: `rows` of which `exact` agree and `ties` are within rounding."""
+
+    rows: int = 0
+    exact: int = 0
+    ties: int = 0
+
+    def __add__(self, other: NextTokenCounts) -> NextTokenCounts:
+        return NextTokenCounts(self.rows + other.rows, self.exact + other.exact, self.ties + other.ties)
+
+    @property
+    def agreement(self) -> float:
+        """(exact + ties) / rows; 0 without rows."""
+        return (self.exact + self.ties) / self.rows if self.rows else 0.0
+
+
+def checked_rows(loss_mask: torch.Tensor, final_rows: torch.Tensor) -> torch.Tensor:
+    """Indices into `final_rows` [R] of rows j that are stored and have l[j] = l[j+1] = 1.
+
+    Args:
+        loss_mask: [S] uint8.
+        final_rows: [R] rows of the sample that have a final state.
+    """
+    inside = final_rows + 1 < len(loss_mask)
+    following = torch.where(inside, final_rows + 1, 0)
+    generated = (loss_mask[final_rows] == 1) & (loss_mask[following] == 1)
+    return torch.nonzero(inside & generated).flatten()
+
+
+def count_next_tokens(logits: torch.Tensor, expected: torch.Tensor) -> NextTokenCounts:
+    """Compare logits [R, V] with expected next tokens [R].
+
+    A row that does not give its token is a tie if the token's logit is within `TIE_TOLERANCE` times the
+    absolute top logit of the top.
+    """
+    top, best = logits.max(dim=-1)
+    found = logits.gather(1, expected.long().to(logits.device)[:, None])[:, 0]
+    exact = best.cpu() == expected.long().cpu()
+    near = ((top - found) <= TIE_TOLERANCE * top.abs()).cpu()
+    return NextTokenCounts(len(expected), int(exact.sum()), int((near & ~exact).sum()))
+
+
+def relative_errors(states: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    """Per-row ‖a−b‖/‖b‖ of [..., H] against a reference of the same shape, in fp32."""
+    a, b = states.float(), reference.float()
+    return torch.linalg.vector_norm(a - b, dim=-1) / torch.linalg.vector_norm(b, dim=-1).clamp_min(1e-20)
+
+
+@dataclass(frozen=True)
+class LayerDistances:
+    """Per-row distances of one stored layer to every reference layer, first tokens left out.
+
+    Attributes:
+        capture_id: what the stored layer claims to be.
+        errors: [rows, N + 1] distances by reference capture id.
+        first_token: [samples, N + 1] the same for first tokens, whose norms are a hundred times larger.
+    """
+
+    capture_id: int
+    errors: torch.Tensor
+    first_token: torch.Tensor
+
+    @property
+    def medians(self) -> torch.Tensor:
+        """[N + 1] median distance to each reference layer."""
+        return self.errors.median(dim=0).values
+
+    @property
+    def nearest_id(self) -> int:
+        """The reference layer with the smallest median distance."""
+        return int(self.medians.argmin())
+
+    @property
+    def median_error(self) -> float:
+        """Median distance to the claimed layer."""
+        return float(self.medians[self.capture_id])
+
+    @property
+    def p99_error(self) -> float:
+        """99th percentile of the distance to the claimed layer."""
+        return float(torch.quantile(self.errors[:, self.capture_id], 0.99))
+
+    @property
+    def nearest_wrong_median(self) -> float:
+        """Median distance to the nearest other layer."""
+        return float(torch.cat([self.medians[: self.capture_id], self.medians[self.capture_id + 1 :]]).min())
+
+    @property
+    def first_token_error(self) -> float | None:
+        """Greatest distance of a first token to the claimed layer; None where none is stored."""
+        return float(self.first_token[:, self.capture_id].max()) if len(self.first_token) else None
+
+    @property
+    def is_right(self) -> bool:
+        """Nearest to the claimed layer, the nearest wrong one at least five times as far."""
+        apart = self.nearest_wrong_median >= WRONG_LAYER_RATIO * self.median_error
+        return self.nearest_id == self.capture_id and apart
+
+
+def layer_distances(
+    capture_id: int, stored: list[torch.Tensor], rows: list[torch.Tensor], references: list[torch.Tensor]
+) -> LayerDistances:
+    """Distances of one stored layer of several samples to all reference layers.
+
+    Args:
+        capture_id: the layer's claimed id.
+        stored: for each sample its stored states [R, H].
+        rows: for each sample the rows [R] of the sample that these are.
+        references: for each sample all reference states [S, N + 1, H].
+    """
+    parts, firsts = [], []
+    for states, which, reference in zip(stored, rows, references, strict=True):
+        wide = states.float()[:, None].expand(-1, reference.shape[1], -1)
+        errors = relative_errors(wide, reference[which])
+        parts.append(errors[which > 0])
+        firsts.append(errors[which == 0])
+    return LayerDistances(capture_id, torch.cat(parts), torch.cat(firsts))
+
+
+def nonfinite_counts(aux_states: torch.Tensor, final_states: torch.Tensor) -> list[tuple[int, int, int]]:
+    """(layer index, NaN count, Inf count) of each layer of a sample with any; the final layer has index A.
+
+    Args:
+        aux_states: [S, A, H].
+        final_states: [R, H].
+    """
+    layers = [*aux_states.unbind(dim=1), final_states]
+    return [
+        (index, int(states.isnan().sum()), int(states.isinf().sum()))
+        for index, states in enumerate(layers)
+        if not torch.isfinite(states).all()
+    ]

@@ -1,0 +1,311 @@
+"""The step `verify`: proves that a capture's stored states are what they claim to be.
+
+Hashes and sizes are the store's business. Here every shard is read once: structure, keys, token ids and
+masks against the dataset, finite values in all rows. Then the meaning: the target's final norm and LM head on
+stored final states must give the tokens that the target generated, and stored layers must be nearest to their
+own layer of a transformers forward.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from eagle3_core.capture.compare import (
+    WRONG_LAYER_RATIO,
+    LayerDistances,
+    NextTokenCounts,
+    checked_rows,
+    count_next_tokens,
+    layer_distances,
+    nonfinite_counts,
+)
+from eagle3_core.capture.job import capture_layout
+from eagle3_core.capture.reference import ReferenceModel
+from eagle3_core.config import RunConfig
+from eagle3_core.contracts import BadSample, LayerCheck, StepSpec, VerifyResult
+from eagle3_core.errors import StoreError, VerificationError
+from eagle3_core.step import Progress
+from eagle3_core.store.dataset import Sample, read_dataset
+from eagle3_core.store.files import write_atomic
+from eagle3_core.store.local import LocalStore
+from eagle3_core.store.shards import CapturedSample, PlannedShard, ShardLayout, ShardReader, plan_shards
+from eagle3_core.target.info import TargetInfo, inspect_target
+from eagle3_core.target.weights import FinalHead
+
+logger = logging.getLogger(__name__)
+
+RESULT_FILE = "verification.json"
+
+
+def run(spec: StepSpec, progress: Progress) -> VerifyResult:
+    """Check a capture and write the verification.
+
+    Raises:
+        VerificationError: a shard's structure is wrong, too many bad samples, states that do not reproduce
+            the target's tokens, or a layer that is not the one it claims to be.
+        StoreError: the capture is not complete.
+    """
+    started = time.monotonic()
+    config, store = spec.config, LocalStore(spec.config.store_path)
+    info = inspect_target(Path(spec.target_path))
+    capture, dataset = spec.inputs["capture"], spec.inputs["dataset"]
+    manifest = store.read(capture)
+    layout = capture_layout(config, info)
+    samples = read_dataset(store.folder(dataset))
+    shards = plan_shards(samples, layout, int(config.capture.shard_bytes))
+    check_file_names([entry.path for entry in manifest.files], shards)
+    checker = CaptureChecker(config, info, samples, layout)
+    for shard in shards:
+        checker.read(store.folder(capture), shard)
+        progress(shard.index + 1, len(shards), "shards", f"{len(checker.bad)} bad samples", force=True)
+    result = checker.result(len(shards))
+    with store.writer(spec.outputs["verification"], spec.run_id) as writer:
+        path = writer.folder / RESULT_FILE
+        write_atomic(path, json.dumps(result.model_dump(mode="json"), indent=1))
+        writer.complete([path], seconds=time.monotonic() - started, result=result.model_dump(mode="json"))
+    return result
+
+
+class CaptureChecker:
+    """Collects findings shard by shard, and judges them at the end.
+
+    Args:
+        config: the run's.
+        info: the target.
+        samples: all samples of the dataset, in order.
+        layout: what the capture is meant to store.
+    """
+
+    def __init__(
+        self, config: RunConfig, info: TargetInfo, samples: Sequence[Sample], layout: ShardLayout
+    ) -> None:
+        self._config, self._info, self._samples, self._layout = config, info, samples, layout
+        self._head = FinalHead(info, config.engine.device)
+        self._greedy = config.data.generation.temperature == 0
+        self._reference: ReferenceModel | None = None
+        self.bad: list[BadSample] = []
+        self.damaged: list[str] = []
+        self.next_tokens = NextTokenCounts()
+        self._for_layers: list[CapturedSample] = []
+
+    def read(self, folder: Path, shard: PlannedShard) -> None:
+        """Check one shard."""
+        try:
+            reader = ShardReader(folder / shard.file_name)
+        except StoreError as error:
+            self.damaged.append(str(error))
+            return
+        expected = self._samples[shard.start : shard.end]
+        problem = shard_problem(reader, expected, self._layout)
+        if problem:
+            self.damaged.append(f"{reader.path}: {problem}")
+            return
+        good = []
+        for index, sample in enumerate(expected):
+            stored = reader.sample(index)
+            problem = sample_problem(stored, sample, self._layout)
+            if problem:
+                self.bad.append(BadSample(key=sample.key, shard=shard.file_name, problem=problem))
+                logger.warning("%s in %s: %s", sample.key, shard.file_name, problem)
+            else:
+                good.append(stored)
+        self._check_meaning(good)
+
+    def result(self, num_shards: int) -> VerifyResult:
+        """The outcome.
+
+        Raises:
+            VerificationError: see `run`.
+        """
+        self._judge_damage()
+        self._judge_meaning()
+        distances = self._layer_distances()
+        self._judge_layers(distances)
+        return VerifyResult(
+            num_shards=num_shards,
+            num_samples=len(self._samples),
+            num_rows_checked=self.next_tokens.rows,
+            num_exact=self.next_tokens.exact,
+            num_ties=self.next_tokens.ties,
+            agreement=self.next_tokens.agreement,
+            layers=[_layer_check(found) for found in distances],
+            bad_samples=self.bad,
+        )
+
+    def _check_meaning(self, good: Sequence[CapturedSample]) -> None:
+        """Next tokens of some samples of a shard, evenly spread."""
+        chosen = [good[i] for i in spread(len(good), self._config.verify.samples_per_shard)]
+        wanted = self._config.verify.reference_samples - len(self._for_layers)
+        self._for_layers += chosen[: max(0, wanted)]
+        states, expected = [], []
+        for sample in chosen:
+            rows = checked_rows(sample.loss_mask, sample.final_rows)
+            states.append(sample.final_states[rows])
+            expected.append(self._expected_tokens(sample, sample.final_rows[rows]))
+        if not states:
+            return
+        tokens = torch.cat(expected)
+        for part, logits in self._head.chunks(torch.cat(states)):
+            self.next_tokens += count_next_tokens(logits, tokens[part])
+
+    def _expected_tokens(self, sample: CapturedSample, rows: torch.Tensor) -> torch.Tensor:
+        """The token that must follow each row: the generated one if decoding was greedy."""
+        if self._greedy:
+            return sample.input_ids[rows + 1].long()
+        _, logits = self._reference_model().forward(sample.input_ids, ())
+        return logits[rows].argmax(dim=-1).cpu()
+
+    def _reference_model(self) -> ReferenceModel:
+        if self._reference is None:
+            target = self._config.target
+            self._reference = ReferenceModel(
+                self._info, target.dtype, self._config.engine.device, target.trust_remote_code
+            )
+        return self._reference
+
+    def _layer_distances(self) -> list[LayerDistances]:
+        chosen = self._for_layers
+        if not chosen:
+            return []
+        references = [self._reference_model().all_states(sample.input_ids).cpu() for sample in chosen]
+        all_rows = [torch.arange(len(sample.input_ids)) for sample in chosen]
+        found = [
+            layer_distances(k, [sample.aux_states[:, place] for sample in chosen], all_rows, references)
+            for place, k in enumerate(self._layout.aux_layer_ids)
+        ]
+        final = [sample.final_states for sample in chosen]
+        final_rows = [sample.final_rows for sample in chosen]
+        return [*found, layer_distances(self._layout.final_layer_id, final, final_rows, references)]
+
+    def _judge_damage(self) -> None:
+        if self.damaged:
+            raise VerificationError(
+                f"{len(self.damaged)} shards are not what the plan says: {'; '.join(self.damaged)}",
+                remedy="remove these files and run extract again: it remakes them alone",
+            )
+        limit = self._config.verify.max_bad_samples
+        if len(self.bad) > limit:
+            listed = "; ".join(f"{bad.key} in {bad.shard}: {bad.problem}" for bad in self.bad[:10])
+            raise VerificationError(
+                f"{len(self.bad)} bad samples ({listed})",
+                expected=f"at most {limit} (verify.max_bad_samples)",
+                remedy="remove the shards that hold them and run extract again",
+            )
+
+    def _judge_meaning(self) -> None:
+        counts, least = self.next_tokens, self._config.verify.min_next_token_agreement
+        if not counts.rows:
+            raise VerificationError(
+                "no stored row could be checked for its next token", expected="answers of two tokens or more"
+            )
+        if counts.agreement < least:
+            raise VerificationError(
+                f"norm and LM head on the stored final states give the next token in {counts.agreement:.4f} "
+                f"of {counts.rows:,} rows ({counts.exact:,} exact, {counts.ties:,} ties)",
+                expected=f"at least {least} (verify.min_next_token_agreement)",
+                remedy="the states are of another layer, another target or other tokens: extract again",
+            )
+
+    def _judge_layers(self, distances: Sequence[LayerDistances]) -> None:
+        wrong = [found for found in distances if not found.is_right]
+        if wrong:
+            listed = "; ".join(
+                f"capture id {found.capture_id} is {found.median_error:.4f} from its own layer and "
+                f"{found.nearest_wrong_median:.4f} from the nearest other (nearest is {found.nearest_id})"
+                for found in wrong
+            )
+            raise VerificationError(
+                f"stored layers are not the ones they claim to be: {listed}",
+                expected=f"the own layer nearest, any other {WRONG_LAYER_RATIO:g} times as far",
+                remedy="the engine counts layers otherwise or computes otherwise: use another engine version",
+            )
+
+
+def check_file_names(found: Sequence[str], shards: Sequence[PlannedShard]) -> None:
+    """Compare a capture's files with the planned shards.
+
+    Raises:
+        VerificationError: missing or extra files.
+    """
+    planned = {shard.file_name for shard in shards}
+    missing, extra = sorted(planned - set(found)), sorted(set(found) - planned)
+    if missing or extra:
+        raise VerificationError(
+            f"the capture lacks {', '.join(missing) or 'nothing'} and has besides "
+            f"{', '.join(extra) or 'nothing'}",
+            expected=f"{len(planned)} planned shards",
+        )
+
+
+def shard_problem(reader: ShardReader, expected: Sequence[Sample], layout: ShardLayout) -> str | None:
+    """How a shard as a whole differs from its plan, or None."""
+    names = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+    found = {
+        "auxiliary ids": reader.aux_layer_ids,
+        "final id": reader.final_layer_id,
+        "final-state policy": reader.final_state,
+        "hidden size": reader.hidden_size,
+        "dtype": names.get(reader.dtype, reader.dtype),
+        "samples": len(reader),
+        "keys": reader.keys,
+    }
+    planned = {
+        "auxiliary ids": layout.aux_layer_ids,
+        "final id": layout.final_layer_id,
+        "final-state policy": layout.final_state,
+        "hidden size": layout.hidden_size,
+        "dtype": layout.dtype,
+        "samples": len(expected),
+        "keys": [sample.key for sample in expected],
+    }
+    for name, value in planned.items():
+        if found[name] != value:
+            return f"{name} {_short(found[name])} instead of {_short(value)}"
+    return None
+
+
+def sample_problem(stored: CapturedSample, sample: Sample, layout: ShardLayout) -> str | None:
+    """Why a stored sample must not be trained on, or None."""
+    if len(stored.input_ids) != len(sample):
+        return f"{len(stored.input_ids)} rows of states for {len(sample)} tokens"
+    for name, ours in (("token ids", stored.input_ids), ("loss mask", stored.loss_mask)):
+        theirs = sample.input_ids if name == "token ids" else sample.loss_mask
+        differing = np.flatnonzero(ours.numpy() != theirs)
+        if len(differing):
+            return f"{name} differ from the dataset in {len(differing)} places, first at {differing[0]}"
+    rows = sample.final_rows(layout.final_state)
+    if not np.array_equal(stored.final_rows.numpy(), rows):
+        return f"final states of {len(stored.final_rows)} rows, not of the {len(rows)} that the policy names"
+    nonfinite = nonfinite_counts(stored.aux_states, stored.final_states)
+    if nonfinite:
+        ids = (*layout.aux_layer_ids, layout.final_layer_id)
+        return ", ".join(f"capture id {ids[i]} has {nans} NaN and {infs} Inf" for i, nans, infs in nonfinite)
+    return None
+
+
+def spread(count: int, wanted: int) -> list[int]:
+    """At most `wanted` indices below `count`, evenly spread: 10 and 3 give 0, 3, 6."""
+    wanted = min(count, wanted)
+    return [index * count // wanted for index in range(wanted)]
+
+
+def _layer_check(found: LayerDistances) -> LayerCheck:
+    return LayerCheck(
+        capture_id=found.capture_id,
+        nearest_id=found.nearest_id,
+        median_error=found.median_error,
+        p99_error=found.p99_error,
+        nearest_wrong_median=found.nearest_wrong_median,
+    )
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,209 @@
+"""Drives an unpatched vLLM through the missing shards of a capture.
+
+Each sample is one request of its token ids with one new token. Requests are sent shard by shard, and those of
+a new shard only while fewer than `MAX_SHARDS_IN_FLIGHT` are unfinished, so that host memory stays bounded and
+the engine always has work. vLLM hands a request's states to the connector in an engine step after the one in
+which the request ended; where no later request causes that step, a drain request does.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from eagle3_core.artifacts import FileEntry
+from eagle3_core.capture.job import MAX_SHARDS_IN_FLIGHT, CaptureJob
+from eagle3_core.config import RunConfig
+from eagle3_core.errors import CaptureError
+from eagle3_core.store.dataset import Sample
+from eagle3_core.store.shards import PlannedShard
+from eagle3_core.target.info import TargetInfo
+from eagle3_core.target.vllm_engine import load_vllm
+
+if TYPE_CHECKING:
+    from vllm import LLM, RequestOutput
+
+logger = logging.getLogger(__name__)
+
+LENGTH_MARGIN = 4
+"""vLLM captures nothing for a batch with a sequence that comes within two tokens of `max_model_len`."""
+
+OnTokens = Callable[[int], None]
+
+
+def capture_with_vllm(
+    config: RunConfig, info: TargetInfo, job: CaptureJob, samples: Sequence[Sample], on_tokens: OnTokens
+) -> Iterator[tuple[PlannedShard, FileEntry]]:
+    """Capture the job's shards in one engine session and yield each when it is written.
+
+    Args:
+        config: the run's.
+        info: the target.
+        job: what to capture.
+        samples: all samples of the dataset, in order.
+        on_tokens: called with the number of newly captured tokens; first with 0, when the engine is loaded.
+
+    Raises:
+        CaptureError: the engine's settings are unfit, it failed, or it returned other rows than asked for.
+    """
+    longest = max(len(samples[i]) for shard in job.shards for i in range(shard.start, shard.end))
+    llm = _load(config, info, job, engine_arguments(config, info, job, longest))
+    try:
+        check_settings(llm.llm_engine.vllm_config, longest)
+        on_tokens(0)
+        yield from VllmDriver(llm, job, samples, on_tokens).run()
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+
+
+def engine_arguments(config: RunConfig, info: TargetInfo, job: CaptureJob, longest: int) -> dict[str, Any]:
+    """What vLLM is started with, beyond the run's common settings.
+
+    Raises:
+        CaptureError: a sample is too long for the target's positions.
+    """
+    limit = info.max_position_embeddings
+    if limit is not None and longest + LENGTH_MARGIN > limit:
+        raise CaptureError(
+            f"the longest sample has {longest:,} tokens and the target {limit:,} positions",
+            remedy=f"set data.max_length to at most {limit - LENGTH_MARGIN}",
+        )
+    return {
+        "max_model_len": longest + LENGTH_MARGIN,
+        "max_num_batched_tokens": config.capture.max_batched_tokens,
+        "enable_chunked_prefill": True,
+        "disable_log_stats": True,
+        "speculative_config": {
+            "method": "extract_hidden_states",
+            "num_speculative_tokens": 1,
+            "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(job.capture_ids)}},
+        },
+        "kv_transfer_config": {
+            "kv_connector": "ShardConnector",
+            "kv_connector_module_path": "eagle3_core.capture.vllm_connector",
+            "kv_role": "kv_producer",
+            "kv_connector_extra_config": {"job": job.model_dump(mode="json")},
+        },
+    }
+
+
+def check_settings(vllm_config: Any, longest: int) -> None:
+    """Refuse an engine that would return fewer rows than tokens, before any request is sent.
+
+    Raises:
+        CaptureError: prefix caching is on, or the longest sample does not fit with its margin.
+    """
+    if vllm_config.cache_config.enable_prefix_caching:
+        raise CaptureError(
+            "prefix caching is on in the capture engine: shared prefixes would have no states",
+            expected="enable_prefix_caching=False",
+        )
+    room = vllm_config.model_config.max_model_len
+    if longest + LENGTH_MARGIN > room:
+        raise CaptureError(
+            f"the capture engine takes {room:,} tokens", expected=f"{longest + LENGTH_MARGIN:,}"
+        )
+
+
+class VllmDriver:
+    """Sends samples to a loaded engine and watches for finished shards."""
+
+    def __init__(self, llm: LLM, job: CaptureJob, samples: Sequence[Sample], on_tokens: OnTokens) -> None:
+        self._engine, self._job, self._samples, self._on_tokens = llm.llm_engine, job, samples, on_tokens
+        self._sent: dict[str, Sample] = {}
+        self._unfinished: list[PlannedShard] = []
+        self._numbers = itertools.count()
+
+    def run(self) -> Iterator[tuple[PlannedShard, FileEntry]]:
+        """Yield each shard of the job with its manifest entry when it is written."""
+        waiting = deque(self._job.shards)
+        while waiting or self._unfinished:
+            self._job.raise_failure()
+            yield from self._take_finished()
+            while waiting and len(self._unfinished) < MAX_SHARDS_IN_FLIGHT:
+                self._send(waiting.popleft())
+            if self._engine.has_unfinished_requests():
+                self._step()
+            elif self._unfinished:
+                self._drain()
+                yield from self._take_finished()
+                self._check_progress()
+
+    def _send(self, shard: PlannedShard) -> None:
+        from vllm.inputs import TokensPrompt
+
+        for sample in self._samples[shard.start : shard.end]:
+            number = f"sample-{next(self._numbers)}"
+            prompt = TokensPrompt(prompt_token_ids=sample.input_ids.tolist())
+            self._engine.add_request(number, prompt, _sampling(eagle3_sample=sample.key))
+            self._sent[number] = sample
+        self._unfinished.append(shard)
+
+    def _step(self) -> None:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            outputs: list[RequestOutput] = self._engine.step()  # type: ignore[assignment]
+        except EngineDeadError as error:
+            self._job.raise_failure()
+            raise CaptureError(f"the capture engine ended ({error})", remedy="see the log above") from error
+        done = [output for output in outputs if output.finished and output.request_id in self._sent]
+        for output in done:
+            self._check_output(output)
+        self._on_tokens(sum(len(output.prompt_token_ids or ()) for output in done))
+
+    def _check_output(self, output: RequestOutput) -> None:
+        sample = self._sent.pop(output.request_id)
+        if output.num_cached_tokens:
+            raise CaptureError(
+                f"sample {sample.key}: {self._job.engine} computed "
+                f"{len(sample) - output.num_cached_tokens} rows for {len(sample)} tokens",
+                expected="a row for every token",
+                remedy="turn prefix caching off",
+            )
+
+    def _drain(self) -> None:
+        """Send a request that is answered when all states of earlier ones are on disk."""
+        from vllm.inputs import TokensPrompt
+
+        prompt = TokensPrompt(prompt_token_ids=self._samples[0].input_ids[:1].tolist())
+        self._engine.add_request(f"drain-{next(self._numbers)}", prompt, _sampling(eagle3_drain=True))
+        while self._engine.has_unfinished_requests():
+            self._step()
+        self._job.raise_failure()
+
+    def _take_finished(self) -> Iterator[tuple[PlannedShard, FileEntry]]:
+        for shard in list(self._unfinished):
+            entry = self._job.finished_entry(shard)
+            if entry is not None:
+                self._unfinished.remove(shard)
+                yield shard, entry
+
+    def _check_progress(self) -> None:
+        if self._unfinished:
+            names = ", ".join(shard.file_name for shard in self._unfinished)
+            raise CaptureError(f"{self._job.engine} answered all requests but not all states of {names} came")
+
+
+def _load(config: RunConfig, info: TargetInfo, job: CaptureJob, arguments: dict[str, Any]) -> LLM:
+    try:
+        return load_vllm(config, info.path, **arguments)
+    except Exception as error:
+        job.raise_failure()
+        if isinstance(error, CaptureError):
+            raise
+        raise CaptureError(
+            f"vLLM could not load {info.path} for capture ({type(error).__name__}: {error})",
+            remedy="see the log above",
+        ) from error
+
+
+def _sampling(**parameters: Any) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        max_tokens=1, temperature=0.0, detokenize=False, extra_args={"kv_transfer_params": parameters}
+    )
