@@ -1,223 +1,80 @@
-"""The summary of a run: what it did and what came out, typed, small enough to read as JSON.
+"""Makes the summary of a run from its folder and from the manifests of the artifacts that its stages name.
 
-It is made from the run folder (`config.yaml`, `stages.json`) and the manifests of the artifacts that the
-stages name. A run that failed half way has a summary too: figures that do not exist yet are null.
+A run that failed half way has a summary too: figures that do not exist yet are null.
 """
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from eagle3_core.artifacts import ArtifactKind, ArtifactRef, Manifest, installed_versions
-from eagle3_core.config import RunConfig, parse_config
 from eagle3_core.contracts import (
     AcceptanceFigures,
     BenchmarkResult,
-    EpochMetrics,
     ExtractResult,
     PrepareResult,
     TrainResult,
     VerifyResult,
 )
 from eagle3_core.errors import StoreError
+from eagle3_core.host.run_folder import RunFolder, RunRecord, RunState
+from eagle3_core.report.model import (
+    AgreementSummary,
+    ArtifactSummary,
+    BenchmarkSummary,
+    CaptureSummary,
+    RunSummary,
+    TrainingSummary,
+    VersionSummary,
+)
 from eagle3_core.store.local import LocalStore
 
-CONFIG_FILE = "config.yaml"
-STAGES_FILE = "stages.json"
-SUMMARY_FILE = "summary.json"
-
 Result = TypeVar("Result", bound=BaseModel)
-
-
-class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class StageSummary(BaseModel):
-    """One stage of the run, as the flow recorded it in `stages.json`."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-    stage: str
-    state: str = Field(description="pending, running, completed, failed, skipped or cancelled.")
-    seconds: float | None = Field(default=None, description="Wall-clock time of the stage in this run.")
-    reused: bool = Field(default=False, description="The artifacts were there already and were checked.")
-    artifacts: tuple[ArtifactRef, ...] = Field(default=(), description="Made or reused by the stage.")
-    message: str | None = Field(default=None, description="Why it failed or was skipped.")
-
-
-class CaptureSummary(_Part):
-    """Captured hidden states."""
-
-    tokens: int
-    bytes: int
-    tokens_per_second: float | None = Field(description="None when every shard was reused.")
-    num_shards: int
-    num_samples: int
-
-
-class TrainingSummary(_Part):
-    """Training, epoch by epoch."""
-
-    num_steps: int
-    num_parameters: int
-    tokens_per_second: float | None
-    best_epoch: int
-    epochs: tuple[EpochMetrics, ...]
-    replay: AcceptanceFigures = Field(description="The trainer's estimate on the benchmark's prompts.")
-
-
-class AgreementSummary(_Part):
-    """How the trainer's replay of the benchmark's prompts compares with what the engine measured.
-
-    The engine is the authority; a large difference means that draft, states or rows do not line up.
-    """
-
-    accepted_ratio: float | None = Field(
-        description="Replay over engine, accepted drafts per pass (acceptance length minus 1)."
-    )
-    first_position_difference: float = Field(description="Replay minus engine, rate of position 1.")
-
-
-class BenchmarkSummary(_Part):
-    """Acceptance and speed in the serving engine."""
-
-    engine: str
-    acceptance_length: float = Field(description="Tokens produced per target pass, bonus token counted.")
-    num_speculative_tokens: int = Field(description="K, drafted tokens per pass.")
-    dataset_hash: str
-    num_prompts: int
-    max_tokens: int
-    per_position: tuple[float, ...] = Field(description="Share of passes in which position k was accepted.")
-    conditional: tuple[float | None, ...] = Field(
-        description="Share accepted at k among passes accepted up to k-1."
-    )
-    num_passes: int
-    lossless: Literal["identical", "ties", "differs"]
-    num_ties: int
-    num_different: int
-    speed_ratio: float | None = Field(description="With draft over without, one sequence at a time.")
-    baseline_tokens_per_second: float | None
-    draft_tokens_per_second: float | None
-
-
-class ArtifactSummary(_Part):
-    """One artifact of the run's lineage."""
-
-    ref: ArtifactRef
-    parents: dict[str, ArtifactRef]
-    bytes: int
-    num_files: int
-    state: Literal["partial", "complete"]
-    created_at: str
-    run_id: str | None
-    seconds: float | None
-    git_commit: str | None
-
-
-class VersionSummary(_Part):
-    """What the run used: of the orchestrator, and of the engine environment that made the artifacts."""
-
-    orchestrator: dict[str, str]
-    engine: dict[str, str]
-
-
-class RunSummary(_Part):
-    """`summary.json`."""
-
-    format_version: Literal[1] = 1
-    run_id: str
-    profile: str
-    state: Literal["completed", "failed", "unfinished"]
-    is_rehearsal: bool = Field(description="Run on `limit` prompts: figures say nothing about quality.")
-    written_at: str
-    seconds: float = Field(description="Sum over the stages.")
-    stages: tuple[StageSummary, ...]
-    prepare: PrepareResult | None = None
-    capture: CaptureSummary | None = None
-    verification: VerifyResult | None = None
-    training: TrainingSummary | None = None
-    benchmark: BenchmarkSummary | None = None
-    agreement: AgreementSummary | None = None
-    artifacts: tuple[ArtifactSummary, ...] = ()
-    versions: VersionSummary
-    problems: tuple[str, ...] = Field(
-        default=(), description="Artifacts or results that could not be read for this summary."
-    )
-
-
-def read_run_config(run_folder: Path) -> RunConfig:
-    """The configuration that the run used, as resolved.
-
-    Raises:
-        StoreError: missing or unreadable.
-        ConfigError: not a run configuration.
-    """
-    path = run_folder / CONFIG_FILE
-    try:
-        document = yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError) as error:
-        raise StoreError(f"cannot read {path} ({error})", remedy="is this a run folder?") from error
-    return parse_config(document, source=str(path))
-
-
-def read_stages(run_folder: Path) -> tuple[StageSummary, ...]:
-    """The stages that the flow recorded; none if it ended before the first.
-
-    Raises:
-        StoreError: the file is damaged.
-    """
-    path = run_folder / STAGES_FILE
-    try:
-        document = json.loads(path.read_text())
-        rows = document["stages"] if isinstance(document, dict) else document
-        return tuple(StageSummary.model_validate(row) for row in rows)
-    except FileNotFoundError:
-        return ()
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise StoreError(f"cannot read {path} ({' '.join(str(error).split())})") from error
 
 
 def summarise(run_folder: Path, store: LocalStore) -> RunSummary:
     """Everything that is known about a run now.
 
     Raises:
-        StoreError: the run folder has no readable configuration or stages.
+        HostError: the run folder has no readable configuration or record.
     """
-    config = read_run_config(run_folder)
-    stages = read_stages(run_folder)
-    lineage, problems = _lineage(store, [ref for stage in stages for ref in stage.artifacts])
-    results = _Results(lineage, problems)
+    folder = RunFolder(run_folder)
+    record, config = folder.record(), folder.config()
+    named = [ref for stage in record.stages for ref in stage.artifacts]
+    manifests, problems = _with_ancestors(store, named)
+    results = _Results(manifests, named, problems)
     train = results.read("checkpoint", TrainResult)
     benchmark = results.read("benchmark", BenchmarkResult)
     return RunSummary(
-        run_id=run_folder.name,
+        run_id=record.run_id,
         profile=config.name,
-        state=_run_state(stages),
+        state=_state(record),
+        message=record.message,
         is_rehearsal=config.limit is not None,
+        created_at=record.created_at.isoformat(timespec="seconds"),
         written_at=datetime.now(UTC).isoformat(timespec="seconds"),
-        seconds=sum(stage.seconds or 0.0 for stage in stages),
-        stages=stages,
+        seconds=round(sum(stage.seconds or 0.0 for stage in record.stages), 3),
+        git_commit=record.git_commit,
+        stages=record.stages,
         prepare=results.read("vocabulary", PrepareResult),
         capture=_capture(results.read("capture", ExtractResult)),
         verification=results.read("verification", VerifyResult),
         training=_training(train),
         benchmark=_benchmark(benchmark),
         agreement=_agreement(train, benchmark),
-        artifacts=tuple(_artifact(manifest) for manifest in lineage),
-        versions=_versions(lineage),
+        artifacts=tuple(_artifact(manifest) for manifest in manifests),
+        versions=_versions(manifests),
         problems=tuple(problems),
     )
 
 
 def acceptance_agreement(replay: AcceptanceFigures, engine: AcceptanceFigures) -> AgreementSummary:
-    """Compare two measurements of the same prompts with the same K."""
+    """Compare the trainer's and the engine's figures for the same prompts and the same K."""
     accepted = engine.acceptance_length - 1
     return AgreementSummary(
         accepted_ratio=(replay.acceptance_length - 1) / accepted if accepted > 0 else None,
@@ -226,36 +83,40 @@ def acceptance_agreement(replay: AcceptanceFigures, engine: AcceptanceFigures) -
 
 
 class _Results:
-    """Typed step results out of the manifests of a run."""
+    """The step results that the artifacts of a run carry.
 
-    def __init__(self, lineage: list[Manifest], problems: list[str]) -> None:
-        self._by_kind: dict[ArtifactKind, Manifest] = {manifest.ref.kind: manifest for manifest in lineage}
+    The lineage may hold two artifacts of one kind; the one that a stage of this run names is the run's.
+    """
+
+    def __init__(self, manifests: list[Manifest], named: Iterable[ArtifactRef], problems: list[str]) -> None:
+        by_ref = {manifest.ref: manifest for manifest in manifests}
+        self._by_kind: dict[ArtifactKind, Manifest] = {manifest.ref.kind: manifest for manifest in manifests}
+        self._by_kind |= {ref.kind: by_ref[ref] for ref in named if ref in by_ref}
         self._problems = problems
 
     def read(self, kind: ArtifactKind, model: type[Result]) -> Result | None:
-        """The result that the artifact of this kind carries, or None."""
+        """The result in the artifact of this kind; None, and a problem noted, where it cannot be read."""
         manifest = self._by_kind.get(kind)
         if manifest is None or manifest.state != "complete":
             return None
         try:
             return model.model_validate(manifest.facts["result"])
         except (KeyError, ValidationError) as error:
-            self._problems.append(
-                f"{manifest.ref} carries no readable result ({' '.join(str(error).split())})"
-            )
+            reason = " ".join(str(error).split())
+            self._problems.append(f"{manifest.ref} carries no readable result ({reason})")
             return None
 
 
-def _lineage(store: LocalStore, refs: list[ArtifactRef]) -> tuple[list[Manifest], list[str]]:
-    """The manifests of artifacts and all their ancestors, ancestors first, and what could not be read."""
-    ordered: dict[str, Manifest] = {}
-    visited: set[str] = set()
+def _with_ancestors(store: LocalStore, refs: Iterable[ArtifactRef]) -> tuple[list[Manifest], list[str]]:
+    """Manifests of artifacts and of all that they were made from, ancestors first, and what is unreadable."""
+    ordered: list[Manifest] = []
+    visited: set[ArtifactRef] = set()
     problems: list[str] = []
 
     def visit(ref: ArtifactRef) -> None:
-        if str(ref) in visited:
+        if ref in visited:
             return
-        visited.add(str(ref))
+        visited.add(ref)
         try:
             manifest = store.find(ref)
         except StoreError as error:
@@ -266,19 +127,19 @@ def _lineage(store: LocalStore, refs: list[ArtifactRef]) -> tuple[list[Manifest]
             return
         for parent in manifest.parents.values():
             visit(parent)
-        ordered[str(ref)] = manifest
+        ordered.append(manifest)
 
     for ref in refs:
         visit(ref)
-    return list(ordered.values()), problems
+    return ordered, problems
 
 
-def _run_state(stages: tuple[StageSummary, ...]) -> Literal["completed", "failed", "unfinished"]:
-    """Of all stages but the report itself, which is running while this is written."""
-    states = {stage.state for stage in stages if stage.stage != "report"}
-    if states & {"failed", "cancelled", "crashed"}:
-        return "failed"
-    return "completed" if states and states <= {"completed", "skipped"} else "unfinished"
+def _state(record: RunRecord) -> RunState:
+    """The run's state; while the last stage, the report, is being written, that of the others."""
+    others = [stage.state for stage in record.stages if stage.stage != "report"]
+    if record.state == "running" and all(state == "completed" for state in others):
+        return "completed"
+    return record.state
 
 
 def _capture(result: ExtractResult | None) -> CaptureSummary | None:
@@ -303,7 +164,7 @@ def _training(result: TrainResult | None) -> TrainingSummary | None:
 def _benchmark(result: BenchmarkResult | None) -> BenchmarkSummary | None:
     if result is None:
         return None
-    different = [c for c in result.comparisons if c.first_difference is not None]
+    different = [prompt for prompt in result.comparisons if prompt.first_difference is not None]
     figures = result.acceptance
     return BenchmarkSummary(
         engine=result.engine,
@@ -316,8 +177,8 @@ def _benchmark(result: BenchmarkResult | None) -> BenchmarkSummary | None:
         conditional=tuple(figures.conditional),
         num_passes=figures.num_passes,
         lossless=result.lossless,
-        num_ties=sum(c.tie for c in different),
-        num_different=sum(not c.tie for c in different),
+        num_ties=sum(prompt.tie for prompt in different),
+        num_different=sum(not prompt.tie for prompt in different),
         speed_ratio=result.speed_ratio,
         baseline_tokens_per_second=result.baseline_tokens_per_second,
         draft_tokens_per_second=result.draft_tokens_per_second,
@@ -325,6 +186,7 @@ def _benchmark(result: BenchmarkResult | None) -> BenchmarkSummary | None:
 
 
 def _agreement(train: TrainResult | None, benchmark: BenchmarkResult | None) -> AgreementSummary | None:
+    """None where either is missing, or they drafted another number of tokens."""
     if train is None or benchmark is None:
         return None
     if train.replay.num_speculative_tokens != benchmark.acceptance.num_speculative_tokens:
@@ -337,19 +199,19 @@ def _artifact(manifest: Manifest) -> ArtifactSummary:
     return ArtifactSummary(
         ref=manifest.ref,
         parents=manifest.parents,
+        state=manifest.state,
         bytes=manifest.bytes,
         num_files=len(manifest.files),
-        state=manifest.state,
         created_at=made.created_at,
-        run_id=made.run_id,
+        made_by_run=made.run_id,
         seconds=made.seconds,
         git_commit=made.git_commit,
     )
 
 
-def _versions(lineage: list[Manifest]) -> VersionSummary:
-    """Engine packages come from the newest artifact that an engine environment made."""
-    engine = [manifest.provenance for manifest in lineage if "torch" in manifest.provenance.packages]
-    newest = max(engine, key=lambda made: made.created_at, default=None)
-    packages = {"python": newest.python} | newest.packages if newest else {}
-    return VersionSummary(orchestrator=installed_versions(), engine=packages)
+def _versions(manifests: list[Manifest]) -> VersionSummary:
+    """The engine's versions are those recorded in the newest artifact that an engine environment made."""
+    made = [manifest.provenance for manifest in manifests if "torch" in manifest.provenance.packages]
+    newest = max(made, key=lambda provenance: provenance.created_at, default=None)
+    engine = {"python": newest.python} | newest.packages if newest else {}
+    return VersionSummary(orchestrator=installed_versions(), engine=engine)

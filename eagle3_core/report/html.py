@@ -1,0 +1,142 @@
+"""Renders a summary as one self-contained page: no script, no network, charts inline."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import yaml
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from eagle3_core.config import RunConfig
+from eagle3_core.report import charts
+from eagle3_core.report.figures import format_bytes, format_count, format_rate, format_seconds
+from eagle3_core.report.graph import lineage_graph
+from eagle3_core.report.model import BenchmarkSummary, RunSummary
+
+UNFINISHED = ("failed", "cancelled")
+LOSSLESS_MEANING = {
+    "identical": "With and without the draft, the target wrote the same tokens for every prompt.",
+    "ties": "The outputs differ only where two tokens were equally likely within rounding.",
+    "differs": "The outputs differ by more than rounding: do not serve this draft before that is explained.",
+}
+
+
+def render_html(summary: RunSummary, config: RunConfig) -> str:
+    """The page of a run, finished or not; parts without figures are left out."""
+    return (
+        _environment()
+        .get_template("report.html")
+        .render(
+            run=summary,
+            charts=_charts(summary),
+            failed_stage=next(
+                (stage for stage in summary.stages if stage.state in ("failed", "cancelled")), None
+            ),
+            lossless_meaning=LOSSLESS_MEANING,
+            speed_text=speed_text(summary.benchmark) if summary.benchmark else "",
+            config_yaml=yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True),
+            device=config.engine.device,
+        )
+    )
+
+
+def speed_text(benchmark: BenchmarkSummary) -> str:
+    """What the speed ratio means, said so that nobody takes it for more."""
+    ratio = benchmark.speed_ratio
+    if ratio is None:
+        return "The speed was not measured in this run."
+    measured = (
+        f"One sequence at a time on this host: {benchmark.draft_tokens_per_second:.1f} tokens/s with the "
+        f"draft, {benchmark.baseline_tokens_per_second:.1f} without."
+    )
+    if ratio < 1:
+        return (
+            f"{measured} Here the draft slows the target down. That is expected on a CPU, where checking "
+            f"{benchmark.num_speculative_tokens} drafted tokens costs almost as much as decoding them; a GPU "
+            "checks them in about the time of one."
+        )
+    return measured
+
+
+@cache
+def _environment() -> Environment:
+    environment = Environment(
+        loader=PackageLoader("eagle3_core.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {
+        "bytes": format_bytes,
+        "seconds": format_seconds,
+        "count": format_count,
+        "rate": format_rate,
+    }
+    return environment
+
+
+def _charts(summary: RunSummary) -> dict[str, Markup]:
+    """The charts for which there are figures, by name."""
+    drawn = {"stages": _stage_chart(summary)}
+    if summary.artifacts:
+        drawn["disk"] = _disk_chart(summary)
+        drawn["lineage"] = lineage_graph(summary.artifacts, summary.run_id)
+    if summary.training is not None:
+        drawn |= _training_charts(summary)
+    if summary.benchmark is not None:
+        drawn["acceptance"] = _acceptance_chart(summary, summary.benchmark)
+    return drawn
+
+
+def _stage_chart(summary: RunSummary) -> Markup:
+    rows = [
+        (
+            stage.stage,
+            stage.seconds or 0.0,
+            format_seconds(stage.seconds)
+            + (", reused" if stage.reused else "" if stage.state == "completed" else f", {stage.state}"),
+            stage.reused,
+        )
+        for stage in summary.stages
+    ]
+    return charts.horizontal_bars("Seconds of each stage", rows)
+
+
+def _disk_chart(summary: RunSummary) -> Markup:
+    rows = [
+        (
+            artifact.ref.kind,
+            float(artifact.bytes),
+            format_bytes(artifact.bytes),
+            artifact.made_by_run != summary.run_id,
+        )
+        for artifact in summary.artifacts
+    ]
+    return charts.horizontal_bars("Bytes of each artifact", rows)
+
+
+def _training_charts(summary: RunSummary) -> dict[str, Markup]:
+    assert summary.training is not None
+    epochs = summary.training.epochs
+    numbers = [epoch.epoch for epoch in epochs]
+    best = summary.training.best_epoch
+    marked = numbers.index(best) if best in numbers else None
+    losses = [
+        charts.Series("training", [epoch.train_loss for epoch in epochs]),
+        charts.Series("held-out", [epoch.heldout_loss for epoch in epochs]),
+    ]
+    lengths = [charts.Series("held-out estimate", [epoch.heldout.acceptance_length for epoch in epochs])]
+    return {
+        "loss": charts.line_chart("Loss by epoch", losses, marked, digits=3),
+        "estimate": charts.line_chart("Estimated acceptance length by epoch", lengths, marked, digits=3),
+    }
+
+
+def _acceptance_chart(summary: RunSummary, benchmark: BenchmarkSummary) -> Markup:
+    series = [charts.Series(f"{benchmark.engine} (measured)", benchmark.per_position)]
+    if summary.training is not None and summary.agreement is not None:
+        series.append(charts.Series("trainer (replay)", summary.training.replay.per_position))
+    groups = [f"position {k}" for k in range(1, len(benchmark.per_position) + 1)]
+    return charts.grouped_bars("Share of passes in which position k was accepted", groups, series)
