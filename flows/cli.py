@@ -5,15 +5,13 @@ Commands that need no Prefect do not import it, so they answer at once.
 
 from __future__ import annotations
 
-import json
 import sys
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from eagle3_core.config import RunConfig, load_profile, parse_stages
-from eagle3_core.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_OK, Eagle3Error
+from eagle3_core.errors import EXIT_INTERRUPTED, EXIT_OK, Eagle3Error
 
 DEFAULT_PROFILE = "smollm2-135m-demo"
 
@@ -33,7 +31,7 @@ app.add_typer(target_app, name="target")
 ProfileArgument = Annotated[str, typer.Argument(help="YAML file, or name of a shipped profile.")]
 SetOption = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Override a field, e.g. `train.num_epochs=2`; repeatable."),
+    typer.Option("--set", metavar="KEY=VALUE", help="Override, e.g. `train.num_epochs=2`; repeatable."),
 ]
 LimitOption = Annotated[
     int | None, typer.Option("--limit", min=4, help="Rehearse on this many prompts before hours are spent.")
@@ -105,7 +103,7 @@ def runs(workspace: WorkspaceOption = "workspace") -> None:
 
 @app.command()
 def lineage(
-    artifact: Annotated[str, typer.Argument(help="KIND/ID, e.g. checkpoint/0123456789abcdef, or just the id.")],
+    artifact: Annotated[str, typer.Argument(help="KIND/ID as in `eagle3 plan`, or the id alone.")],
     workspace: WorkspaceOption = "workspace",
     store: Annotated[str | None, typer.Option(help="Store root; default `store` in the workspace.")] = None,
     as_json: JsonOption = False,
@@ -121,14 +119,16 @@ def doctor(
     profile: ProfileArgument = DEFAULT_PROFILE, overrides: SetOption = None, as_json: JsonOption = False
 ) -> None:
     """Check host, engine environment, target and data for a profile; exit code 2 if something is wrong."""
-    from flows.views import show_checks
+    from flows.inspect_views import show_checks
 
     raise typer.Exit(show_checks(_load(profile, None, overrides), as_json))
 
 
 @app.command()
 def deploy(
-    profile: Annotated[str, typer.Option("--profile", help="Profile that the deployments run.")] = DEFAULT_PROFILE,
+    profile: Annotated[
+        str, typer.Option("--profile", help="Profile that the deployments run.")
+    ] = DEFAULT_PROFILE,
     overrides: SetOption = None,
 ) -> None:
     """Register the deployments full, extract, train, benchmark and nightly; safe to repeat.
@@ -150,7 +150,7 @@ def config(
     as_json: Annotated[bool, typer.Option("--json", help="Print the JSON schema.")] = False,
 ) -> None:
     """List every field of a profile: type, default, meaning."""
-    from flows.views import show_fields
+    from flows.inspect_views import show_fields
 
     show_fields(as_json)
 
@@ -164,7 +164,7 @@ def target_fetch(
     ] = None,
 ) -> None:
     """Fetch a built-in target and convert it to a Hugging Face folder."""
-    from flows.views import fetch_target
+    from flows.inspect_views import fetch_target
 
     fetch_target(name, workspace, engine_python)
 
@@ -176,7 +176,7 @@ def target_inspect(
     as_json: JsonOption = False,
 ) -> None:
     """Show what is known of a target: layers, sizes, capture ids, fingerprint."""
-    from flows.views import show_target
+    from flows.inspect_views import show_target
 
     show_target(target, workspace, as_json)
 
@@ -186,20 +186,20 @@ def _load(profile: str, limit: int | None, overrides: list[str] | None) -> RunCo
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; returns or exits with the documented exit code."""
+    """Run the command line; returns the documented exit code or exits with it."""
     given = sys.argv[1:] if arguments is None else arguments
     try:
-        code: Any = app(args=given, standalone_mode=False)
-        return sys.exit(code if isinstance(code, int) else EXIT_OK)
+        app(args=given)
+        return EXIT_OK
     except Eagle3Error as error:
         if "--debug" in given:
             raise
         print(f"eagle3: {error}", file=sys.stderr)
-        return sys.exit(error.exit_code)
+        return error.exit_code
     except KeyboardInterrupt:
         print("eagle3: interrupted; start it again to go on", file=sys.stderr)
-        return sys.exit(EXIT_INTERRUPTED)
+        return EXIT_INTERRUPTED
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,0 +1,188 @@
+"""What the command line prints about plans, runs and artifacts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from rich.tree import Tree
+
+from eagle3_core.config import STAGES, RunConfig, Stage, resolve_path
+from eagle3_core.estimate import ArtifactEstimate, RunEstimate, check_space, estimate_run
+from eagle3_core.host.run_folder import RunFolder, RunRecord, find_run, list_runs
+from eagle3_core.lineage import Lineage, find_artifact, trace
+from eagle3_core.planning import plan_run
+from eagle3_core.report.summary import RunSummary, summarise
+from eagle3_core.store.local import LocalStore
+
+STATE_STYLE = {
+    "completed": "green",
+    "failed": "red",
+    "crashed": "red",
+    "cancelled": "yellow",
+    "running": "cyan",
+}
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def show_plan(config: RunConfig, stages: Sequence[Stage] | None, as_json: bool) -> None:
+    """Print what a run would make; an error if it does not fit on the disk."""
+    estimate = estimate_run(plan_run(config), stages or STAGES)
+    if as_json:
+        _print_json(estimate.model_dump(mode="json"))
+    else:
+        _print_plan(estimate, config)
+    check_space(estimate, config)
+
+
+def show_run(workspace: str, name: str, as_json: bool) -> None:
+    """Print a run's stages and figures."""
+    run = find_run(resolve_path(workspace), name)
+    summary = summarise(run.path, LocalStore(run.config().store_path))
+    if as_json:
+        _print_json(summary.model_dump(mode="json"))
+        return
+    console = Console()
+    console.print(_stage_table(run.record()))
+    for line in summary_lines(run, summary):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def show_runs(workspace: str) -> None:
+    """Print a line for each run."""
+    console = Console()
+    folders = list_runs(resolve_path(workspace))
+    if not folders:
+        console.print(f"no runs in {resolve_path(workspace) / 'runs'}", markup=False, highlight=False)
+    for folder in folders:
+        record = folder.record()
+        console.print(
+            f"{record.run_id}  [{STATE_STYLE[record.state]}]{record.state}[/]",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
+def show_lineage(workspace: str, store_root: str | None, name: str, as_json: bool) -> None:
+    """Print an artifact and everything that it was made from."""
+    root = resolve_path(store_root) if store_root else resolve_path(workspace) / "store"
+    store = LocalStore(root)
+    lineage = trace(store, find_artifact(store, name))
+    if as_json:
+        _print_json(lineage.model_dump(mode="json"))
+    else:
+        Console().print(_lineage_tree(lineage, Tree(_lineage_label(lineage))))
+
+
+def summary_lines(run: RunFolder, summary: RunSummary | None = None) -> Iterator[str]:
+    """The result first, then where it lies."""
+    record = run.record()
+    found = summary or summarise(run.path, LocalStore(run.config().store_path))
+    yield f"run {record.run_id} {record.state}" + (f": {record.message}" if record.message else "")
+    if found.benchmark is not None:
+        bench = found.benchmark
+        positions = ", ".join(f"{rate:.3f}" for rate in bench.per_position)
+        yield (
+            f"acceptance length {bench.acceptance_length:.3f} (K={bench.num_speculative_tokens}, "
+            f"{bench.num_prompts} held-out prompts, {bench.engine}); accepted by position: {positions}"
+        )
+        yield f"outputs with and without the draft: {bench.lossless}"
+        if bench.speed_ratio is not None:
+            yield f"speed with the draft, one sequence at a time: {bench.speed_ratio:.2f} x"
+    export = next((a for a in found.artifacts if a.ref.kind == "export"), None)
+    if export is not None:
+        yield f"draft:  {LocalStore(run.config().store_path).folder(export.ref)}"
+    for name in ("summary.json", "report.html"):
+        if (run.path / name).is_file():
+            yield f"{name.partition('.')[0]}: {run.path / name}"
+
+
+def format_bytes(count: float) -> str:
+    """`1.5 GiB`."""
+    for unit in UNITS:
+        if abs(count) < 1024 or unit == UNITS[-1]:
+            break
+        count /= 1024
+    return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+
+
+def _print_plan(estimate: RunEstimate, config: RunConfig) -> None:
+    console = Console()
+    load = estimate.workload
+    counted = "counted in the dataset" if load.is_exact else "at most, from the prompts"
+    console.print(
+        f"{config.name}: {load.num_samples:,} samples, {load.num_tokens:,} tokens ({counted}); "
+        f"auxiliary ids {estimate.aux_layer_ids}, final state {estimate.final_layer_id}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("stage", "artifact", "state"):
+        table.add_column(name, no_wrap=True)
+    for name in ("size", "to write", "minutes"):
+        table.add_column(name, justify="right", no_wrap=True)
+    shown: set[Stage] = set()
+    for artifact in estimate.artifacts:
+        first = artifact.stage not in shown
+        shown.add(artifact.stage)
+        table.add_row(*_plan_row(artifact, estimate, first))
+    console.print(table)
+    console.print(
+        f"to write {format_bytes(estimate.new_bytes)}, free {format_bytes(estimate.free_bytes)} of which "
+        f"{format_bytes(estimate.reserve_bytes)} stay free; roughly {estimate.total_minutes:.0f} minutes",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _plan_row(artifact: ArtifactEstimate, estimate: RunEstimate, first: bool) -> list[str]:
+    minutes = estimate.minutes.get(artifact.stage)
+    return [
+        artifact.stage if first else "",
+        str(artifact.ref) if artifact.ref else f"{artifact.kind}/(after prepare)",
+        artifact.state,
+        format_bytes(artifact.bytes),
+        format_bytes(artifact.new_bytes) if artifact.new_bytes else "-",
+        f"{minutes:.1f}" if first and minutes else "",
+    ]
+
+
+def _stage_table(record: RunRecord) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("stage", "state"):
+        table.add_column(name, no_wrap=True)
+    table.add_column("seconds", justify="right", no_wrap=True)
+    table.add_column("outcome", overflow="fold")
+    for stage in record.stages:
+        style = STATE_STYLE.get(stage.state, "dim")
+        seconds = "" if stage.seconds is None else f"{stage.seconds:.1f}"
+        table.add_row(stage.stage, f"[{style}]{stage.state}[/]", seconds, escape(stage.message))
+    return table
+
+
+def _lineage_tree(lineage: Lineage, tree: Tree) -> Tree:
+    for role, parent in lineage.parents.items():
+        _lineage_tree(parent, tree.add(f"[dim]{role}[/] {_lineage_label(parent)}"))
+    return tree
+
+
+def _lineage_label(lineage: Lineage) -> str:
+    lines = [f"[bold]{lineage.ref}[/] {lineage.state}"]
+    if lineage.state != "missing":
+        lines[0] += f", {lineage.num_files} files, {format_bytes(lineage.bytes)}"
+        lines.append(f"[dim]made {lineage.created_at} by {lineage.run_id} at {lineage.git_commit}[/]")
+    lines += [f"{key}: {_plain(value)}" for key, value in sorted(lineage.identity.items())]
+    return "\n".join(lines)
+
+
+def _plain(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return escape(text)
+
+
+def _print_json(document: Any) -> None:
+    print(json.dumps(document, indent=1))
