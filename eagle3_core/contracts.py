@@ -139,7 +139,8 @@ class AcceptanceFigures(_Message):
     acceptance_length: float = Field(description="Tokens produced per target pass.")
     per_position: list[float] = Field(description="Share of passes in which position k was accepted.")
     conditional: list[float | None] = Field(
-        description="Share accepted at k among passes accepted up to k-1; None where there were none."
+        description="Share accepted at k among passes accepted up to k-1 whose text went on there; "
+        "None where there were none."
     )
     num_passes: int
     num_samples: int
@@ -175,7 +176,7 @@ class TrainResult(_Message):
 class ExportResult(_Message):
     """A folder that the serving engine loads."""
 
-    path: str
+    path: str = Field(description="Folder of the artifact; each engine loads the folder of its name in it.")
     bytes: int
     engines: list[str]
 
@@ -197,7 +198,8 @@ class BenchmarkResult(_Message):
 
     engine: str
     dataset_hash: str
-    num_prompts: int
+    num_prompts: int = Field(description="Prompts decoded.")
+    skipped: list[Rejection] = Field(default=[], description="Prompts that do not fit into the engine.")
     max_tokens: int
     acceptance: AcceptanceFigures
     lossless: Literal["identical", "ties", "differs"]

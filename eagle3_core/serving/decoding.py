@@ -1,0 +1,151 @@
+"""Greedy decoding in vLLM with or without a draft, and what the engine says about it.
+
+One engine at a time lives in the process: `DecodingEngine` is a context manager that frees everything, so
+that the next one can be loaded.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from eagle3_core.config import RunConfig
+from eagle3_core.errors import BenchmarkError
+from eagle3_core.target.vllm_engine import load_vllm
+
+if TYPE_CHECKING:
+    from vllm import LLM, RequestOutput
+
+logger = logging.getLogger(__name__)
+
+COUNTER_PREFIX = "vllm:spec_decode_num_"
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """One greedy answer.
+
+    Attributes:
+        token_ids: the answer, its end-of-sequence token included.
+        drafted: proposed tokens of each target pass; empty without a draft.
+        accepted: tokens that the engine counted as accepted in each pass, behind the end of the text too.
+        decode_seconds: from the answer's first token to its last.
+    """
+
+    token_ids: list[int]
+    drafted: list[int]
+    accepted: list[int]
+    decode_seconds: float
+
+
+@dataclass(frozen=True)
+class EngineCounters:
+    """The engine's own totals since it was loaded."""
+
+    drafts: int = 0
+    accepted: int = 0
+    accepted_per_position: tuple[int, ...] = ()
+
+    def since(self, earlier: EngineCounters) -> EngineCounters:
+        """What was counted after `earlier`."""
+        pairs = zip(self.accepted_per_position, earlier.accepted_per_position, strict=True)
+        return EngineCounters(
+            self.drafts - earlier.drafts,
+            self.accepted - earlier.accepted,
+            tuple(now - before for now, before in pairs),
+        )
+
+
+class DecodingEngine:
+    """A vLLM engine for greedy decoding of token-id prompts; use it in a `with` block.
+
+    Args:
+        config: the run; `benchmark` says K, concurrency and the longest answer.
+        target_path: folder of the target.
+        draft_path: exported folder, or None to decode without a draft.
+    """
+
+    def __init__(self, config: RunConfig, target_path: str, draft_path: Path | None = None) -> None:
+        self._config, self._target_path, self._draft_path = config, target_path, draft_path
+        self._llm: LLM | None = None
+
+    def __enter__(self) -> DecodingEngine:
+        benchmark = self._config.benchmark
+        settings: dict[str, Any] = {"max_num_seqs": benchmark.concurrency, "disable_log_stats": False}
+        if self._draft_path is not None:
+            _require_pass_records()
+            settings["per_request_spec_decode_metrics"] = "detailed"
+            settings["speculative_config"] = {
+                "model": str(self._draft_path),
+                "method": "eagle3",
+                "num_speculative_tokens": benchmark.num_speculative_tokens,
+            }
+        self._llm = load_vllm(self._config, self._target_path, **settings)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Free the model, the KV cache and the distributed state."""
+        if self._llm is None:
+            return
+        self._llm.llm_engine.engine_core.shutdown()
+        self._llm = None
+        gc.collect()
+
+    @property
+    def llm(self) -> LLM:
+        """The loaded engine."""
+        assert self._llm is not None, "used outside its with block"
+        return self._llm
+
+    def decode(self, prompts: Sequence[list[int]], max_tokens: int) -> list[Decoded]:
+        """Answers in the order of the prompts, at most `benchmark.concurrency` of them at once."""
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, detokenize=False)
+        requests: list[Any] = [{"prompt_token_ids": ids} for ids in prompts]
+        return [_decoded(output) for output in self.llm.generate(requests, sampling, use_tqdm=False)]
+
+    def counters(self) -> EngineCounters:
+        """The engine's totals now."""
+        metrics: dict[str, Any] = {metric.name: metric for metric in self.llm.get_metrics()}
+        return EngineCounters(
+            drafts=metrics[f"{COUNTER_PREFIX}drafts"].value,
+            accepted=metrics[f"{COUNTER_PREFIX}accepted_tokens"].value,
+            accepted_per_position=tuple(metrics[f"{COUNTER_PREFIX}accepted_tokens_per_pos"].values),
+        )
+
+
+def _decoded(output: RequestOutput) -> Decoded:
+    answer, times = output.outputs[0], output.metrics
+    assert times is not None, "the engine was loaded with disable_log_stats=False"
+    passes = answer.spec_decode_metrics
+    return Decoded(
+        token_ids=list(answer.token_ids),
+        drafted=list(passes.per_step_drafted) if passes else [],
+        accepted=list(passes.per_step_accepted) if passes else [],
+        decode_seconds=max(0.0, times.last_token_ts - times.first_token_ts),
+    )
+
+
+def _require_pass_records() -> None:
+    """Refuse an engine whose totals cannot be cut at the end of each answer.
+
+    Raises:
+        BenchmarkError: vLLM is too old to record the passes of a request.
+    """
+    import vllm
+    from vllm.config import ObservabilityConfig
+
+    if not hasattr(ObservabilityConfig, "per_request_spec_decode_metrics"):
+        raise BenchmarkError(
+            f"vLLM {vllm.__version__} does not record the passes of each request",
+            expected="per_request_spec_decode_metrics, which 0.32 has",
+            remedy="set engine.python to an environment with a newer vLLM",
+        )
