@@ -1,0 +1,177 @@
+"""The step `extract` with the reference engine: what is stored, resumed, refused and remade."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from eagle3_core.capture import extract
+from eagle3_core.contracts import StepSpec
+from eagle3_core.errors import CaptureError, TargetError
+from eagle3_core.step import Progress
+from eagle3_core.store.local import LocalStore
+from eagle3_core.store.shards import ShardReader
+from tests.capture.runs import capture_folder, capture_spec, make_samples
+from tests.tiny import make_tiny_target
+
+pytestmark = pytest.mark.engine
+
+SAMPLES = make_samples([20, 31, 16, 40, 25, 18, 33, 22])
+ONE_SHARD_EACH = {"engine": "reference", "shard_bytes": 4096}
+PROGRESS = Progress("extract")
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_target(tmp_path_factory.mktemp("target"))
+
+
+def stamps(folder: Path) -> dict[str, tuple[int, bytes]]:
+    return {p.name: (p.stat().st_mtime_ns, p.read_bytes()) for p in sorted(folder.glob("*.safetensors"))}
+
+
+@pytest.fixture
+def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("an engine was started")
+
+    monkeypatch.setattr("eagle3_core.capture.reference.ReferenceModel", refuse)
+
+
+def test_each_stored_state_is_the_one_that_the_convention_names(tmp_path: Path, target: Path) -> None:
+    spec = capture_spec(tmp_path, target, SAMPLES, capture={"engine": "reference", "final_state": "all"})
+    result = extract.run(spec, PROGRESS)
+    assert (result.num_samples, result.num_tokens) == (8, 205)
+    assert result.captured_tokens == 205
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    stored = [s for p in sorted(capture_folder(spec).glob("*.safetensors")) for s in ShardReader(p)]
+    assert [s.key for s in stored] == [s.key for s in SAMPLES]
+    for sample in stored:
+        with torch.no_grad():
+            output = model(input_ids=sample.input_ids.long()[None], output_hidden_states=True)
+        for place, capture_id in enumerate((2, 4, 5)):
+            torch.testing.assert_close(
+                sample.aux_states[:, place], output.hidden_states[capture_id][0], rtol=1e-5, atol=1e-5
+            )
+        normed = model.model.norm(sample.final_states)
+        torch.testing.assert_close(normed, output.hidden_states[8][0], rtol=1e-5, atol=1e-5)
+        assert not torch.allclose(sample.final_states, output.hidden_states[8][0], rtol=1e-2, atol=1e-2)
+        logits = model.lm_head(normed)
+        assert torch.equal(logits.argmax(-1), output.logits[0].argmax(-1))
+        assert (logits - output.logits[0]).abs().max() < 1e-4
+
+
+def test_the_manifest_is_complete_and_the_session_folder_gone(tmp_path: Path, target: Path) -> None:
+    spec = capture_spec(tmp_path, target, SAMPLES, capture=ONE_SHARD_EACH)
+    result = extract.run(spec, PROGRESS)
+    manifest = LocalStore(spec.config.store_path).read(spec.outputs["capture"].ref)
+    assert manifest.facts["result"] == result.model_dump(mode="json")
+    assert len(manifest.files) == result.num_shards == 8
+    assert sum(entry.facts["num_tokens"] for entry in manifest.files) == 205
+    assert result.bytes == manifest.bytes
+    assert {p.name for p in capture_folder(spec).iterdir()} == {
+        ".lock", "manifest.json", *(entry.path for entry in manifest.files)
+    }  # fmt: skip
+
+
+def interrupt(spec: StepSpec, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+    """Run until `after` samples are captured, then fail."""
+    original = extract._Session.on_tokens
+
+    def failing(self: extract._Session, count: int) -> None:
+        original(self, count)
+        if count and self.num_new_shards >= after:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(extract._Session, "on_tokens", failing)
+        with pytest.raises(KeyboardInterrupt):
+            extract.run(spec, PROGRESS)
+
+
+def test_a_resumed_capture_makes_only_what_is_missing(
+    tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = capture_spec(tmp_path, target, SAMPLES, capture=ONE_SHARD_EACH)
+    interrupt(spec, monkeypatch, after=4)
+    folder = capture_folder(spec)
+    manifest = LocalStore(spec.config.store_path).find(spec.outputs["capture"].ref)
+    assert manifest is not None
+    assert (manifest.state, len(manifest.files)) == ("partial", 4)
+    before = {entry.path: stamps(folder)[entry.path] for entry in manifest.files}
+    result = extract.run(spec, PROGRESS)
+    assert (result.num_shards, result.num_samples) == (8, 8)
+    assert result.num_new_shards <= 4
+    assert {name: stamps(folder)[name] for name in before} == before
+
+
+def test_with_nothing_missing_no_engine_is_started(tmp_path: Path, target: Path, no_engine: None) -> None:
+    spec = capture_spec(tmp_path, target, SAMPLES, capture=ONE_SHARD_EACH)
+    with pytest.raises(AssertionError, match="an engine was started"):
+        extract.run(spec, PROGRESS)
+
+
+def test_a_finished_capture_is_left_as_it_is(
+    tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = capture_spec(tmp_path, target, SAMPLES, capture=ONE_SHARD_EACH)
+    extract.run(spec, PROGRESS)
+    before = stamps(capture_folder(spec))
+    monkeypatch.setattr("eagle3_core.capture.reference.ReferenceModel", None)
+    result = extract.run(spec, PROGRESS)
+    assert (result.num_new_shards, result.captured_tokens, result.tokens_per_second) == (0, 0, None)
+    assert stamps(capture_folder(spec)) == before
+
+
+def test_damaged_and_missing_shards_are_remade_alone_and_alike(tmp_path: Path, target: Path) -> None:
+    spec = capture_spec(tmp_path, target, SAMPLES, capture=ONE_SHARD_EACH)
+    extract.run(spec, PROGRESS)
+    folder = capture_folder(spec)
+    paths, before = sorted(folder.glob("*.safetensors")), stamps(folder)
+    whole = [path.read_bytes() for path in paths]
+    damages = [whole[0][:-1], whole[1][:4], b"", whole[3] + b"\0", whole[4][:-9] + b"\1" + whole[4][-8:]]
+    for path, content in zip(paths, damages, strict=False):
+        path.write_bytes(content)
+    paths[5].unlink()
+    store = LocalStore(spec.config.store_path)
+    problems = store.problems(store.read(spec.outputs["capture"].ref))
+    assert list(problems) == [path.name for path in paths[:6]]
+    result = extract.run(spec, PROGRESS)
+    assert result.num_new_shards == 6
+    after = stamps(folder)
+    assert {name: content for name, (_, content) in after.items()} == {
+        name: content for name, (_, content) in before.items()
+    }
+    assert after[paths[6].name] == before[paths[6].name]
+    assert store.is_intact(spec.outputs["capture"].ref)
+
+
+def test_other_layer_ids_get_a_folder_of_their_own(tmp_path: Path, target: Path) -> None:
+    first = capture_spec(tmp_path, target, SAMPLES, capture=ONE_SHARD_EACH)
+    extract.run(first, PROGRESS)
+    before = stamps(capture_folder(first))
+    second = capture_spec(
+        tmp_path, target, SAMPLES, capture=ONE_SHARD_EACH,
+        target={"dtype": "float32", "aux_layer_ids": [1, 3, 6]},
+    )  # fmt: skip
+    assert second.outputs["capture"].ref != first.outputs["capture"].ref
+    mixed = second.model_copy(update={"outputs": first.outputs})
+    with pytest.raises(CaptureError, match=r"aux_layer_ids \[2, 4, 5\] \(now \[1, 3, 6\]\)"):
+        extract.run(mixed, PROGRESS)
+    assert stamps(capture_folder(first)) == before
+
+
+def test_what_cannot_be_captured_is_refused_before_a_model_is_loaded(
+    tmp_path: Path, target: Path, no_engine: None
+) -> None:
+    with pytest.raises(CaptureError, match="no samples"):
+        extract.run(capture_spec(tmp_path / "none", target, []), PROGRESS)
+    with pytest.raises(CaptureError, match="more than one sample with the key 'sample-000'"):
+        extract.run(capture_spec(tmp_path / "twice", target, [*SAMPLES, SAMPLES[0]]), PROGRESS)
+    with pytest.raises(CaptureError, match="bytes free"):
+        extract.run(capture_spec(tmp_path, target, SAMPLES, limits={"min_free_disk_gib": 1e9}), PROGRESS)
+    with pytest.raises(TargetError, match="0 to 7"):
+        capture_spec(tmp_path, target, SAMPLES, target={"dtype": "float32", "aux_layer_ids": [2, 4, 99]})

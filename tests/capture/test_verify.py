@@ -1,0 +1,212 @@
+"""The step `verify` on captures that are right, and on ones that are wrong behind a right hash."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from eagle3_core.capture import extract, verify
+from eagle3_core.capture.job import capture_layout
+from eagle3_core.capture.reference import ReferenceModel
+from eagle3_core.contracts import StepSpec
+from eagle3_core.errors import StoreError, VerificationError
+from eagle3_core.step import Progress
+from eagle3_core.store.dataset import Sample
+from eagle3_core.store.local import LocalStore
+from eagle3_core.store.shards import CapturedSample, ShardReader, write_shard
+from eagle3_core.target.info import inspect_target
+from tests.capture.runs import capture_folder, capture_spec, make_samples, verify_spec
+from tests.tiny import make_tiny_target
+
+pytestmark = pytest.mark.engine
+
+PROGRESS = Progress("verify")
+NUM_SAMPLES = 10
+
+
+def greedy_samples(target: Path, num_tokens: int = 8) -> list[Sample]:
+    """Prompts of random ids with the target's own greedy answers."""
+    model = ReferenceModel(inspect_target(target), "float32")
+    samples = []
+    for sample in make_samples([12 + i for i in range(NUM_SAMPLES)]):
+        ids = sample.input_ids.tolist()
+        for _ in range(num_tokens):
+            ids.append(int(model.forward(torch.tensor(ids), ())[1][-1].argmax()))
+        mask = np.array([0] * len(sample) + [1] * num_tokens, np.uint8)
+        samples.append(
+            replace(sample, input_ids=np.array(ids, np.int32), loss_mask=mask, prompt_length=len(sample))
+        )
+    return samples
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> StepSpec:
+    """A capture of ten greedy samples, one a shard."""
+    root = tmp_path_factory.mktemp("made")
+    target = make_tiny_target(root / "target")
+    capture = {"engine": "reference", "shard_bytes": 4096, "final_state": "loss_rows"}
+    spec = capture_spec(root, target, greedy_samples(target), capture=capture)
+    extract.run(spec, Progress("extract"))
+    return spec
+
+
+@pytest.fixture
+def spec(made: StepSpec, tmp_path: Path) -> StepSpec:
+    """A copy that a test may damage."""
+    return in_copied_store(made, tmp_path)
+
+
+def in_copied_store(made: StepSpec, folder: Path, **verify_fields: Any) -> StepSpec:
+    shutil.copytree(made.config.store_path, folder / "store", dirs_exist_ok=True)
+    limits = made.config.verify.model_copy(update=verify_fields)
+    config = made.config.model_copy(update={"store": str(folder / "store"), "verify": limits})
+    return made.model_copy(update={"config": config})
+
+
+def change_shard(spec: StepSpec, index: int, change: Callable[[CapturedSample], CapturedSample]) -> None:
+    """Replace one shard, and its manifest entry with it, so that every hash is right."""
+    layout = capture_layout(spec.config, inspect_target(Path(spec.target_path)))
+    with LocalStore(spec.config.store_path).writer(spec.outputs["capture"]) as writer:
+        path = writer.folder / f"shard-{index:05d}.safetensors"
+        samples = [change(sample) for sample in ShardReader(path)]
+        writer.record(write_shard(path, samples, layout))
+        writer.complete()
+
+
+def put(name: str, row: int, value: float) -> Callable[[CapturedSample], CapturedSample]:
+    def change(sample: CapturedSample) -> CapturedSample:
+        states = getattr(sample, name).clone()
+        states[row].view(-1)[0] = value
+        return replace(sample, **{name: states})
+
+    return change
+
+
+def test_a_right_capture_passes_with_full_agreement_and_its_result_is_stored(spec: StepSpec) -> None:
+    asked = verify_spec(spec)
+    result = verify.run(asked, PROGRESS)
+    assert (result.num_shards, result.num_samples, result.bad_samples) == (10, 10, [])
+    assert result.num_rows_checked == 10 * 7
+    assert result.agreement == 1.0
+    assert [(check.capture_id, check.nearest_id) for check in result.layers] == [
+        (2, 2),
+        (4, 4),
+        (5, 5),
+        (8, 8),
+    ]
+    assert all(check.median_error < 1e-5 for check in result.layers)
+    assert all(check.nearest_wrong_median > 0.05 for check in result.layers)
+    manifest = LocalStore(spec.config.store_path).read(asked.outputs["verification"].ref)
+    assert manifest.facts["result"] == result.model_dump(mode="json")
+
+
+def test_nan_and_inf_are_named_with_sample_layer_and_count(made: StepSpec, tmp_path: Path) -> None:
+    spec = in_copied_store(made, tmp_path)
+    change_shard(spec, 3, put("aux_states", 7, float("nan")))
+    change_shard(spec, 6, put("final_states", 2, float("inf")))
+    with pytest.raises(VerificationError, match="2 bad samples.*at most 0"):
+        verify.run(verify_spec(spec), PROGRESS)
+    allowed = in_copied_store(spec, tmp_path / "allowed", max_bad_samples=2)
+    result = verify.run(verify_spec(allowed), PROGRESS)
+    assert [(bad.key, bad.shard, bad.problem) for bad in result.bad_samples] == [
+        ("sample-003", "shard-00003.safetensors", "capture id 2 has 1 NaN and 0 Inf"),
+        ("sample-006", "shard-00006.safetensors", "capture id 8 has 0 NaN and 1 Inf"),
+    ]
+    assert result.num_rows_checked == 8 * 7
+
+
+def test_another_id_or_mask_behind_a_right_hash_is_found(spec: StepSpec) -> None:
+    def other_id(sample: CapturedSample) -> CapturedSample:
+        ids = sample.input_ids.clone()
+        ids[5] += 1
+        return replace(sample, input_ids=ids)
+
+    change_shard(spec, 2, other_id)
+    store = LocalStore(spec.config.store_path)
+    assert store.is_intact(spec.outputs["capture"].ref)
+    with pytest.raises(VerificationError, match="sample-002 .*token ids differ .*1 places, first at 5"):
+        verify.run(verify_spec(spec), PROGRESS)
+
+
+def test_a_row_less_behind_a_right_hash_is_found(spec: StepSpec) -> None:
+    def shorter(sample: CapturedSample) -> CapturedSample:
+        rows = len(sample.final_rows) - 1
+        return CapturedSample(
+            sample.key, sample.input_ids[:-1], sample.loss_mask[:-1], sample.aux_states[:-1],
+            sample.final_states[:rows], sample.final_rows[:rows],
+        )  # fmt: skip
+
+    change_shard(spec, 1, shorter)
+    with pytest.raises(VerificationError, match="sample-001 .*20 rows of states for 21 tokens"):
+        verify.run(verify_spec(spec), PROGRESS)
+
+
+def test_samples_that_changed_places_are_found(spec: StepSpec) -> None:
+    change_shard(spec, 4, lambda sample: replace(sample, key="sample-005"))
+    with pytest.raises(VerificationError, match=r"shard-00004\.safetensors: keys .*sample-005"):
+        verify.run(verify_spec(spec), PROGRESS)
+
+
+def test_a_final_state_after_the_norm_is_found(spec: StepSpec) -> None:
+    for index in range(NUM_SAMPLES):
+        change_shard(
+            spec,
+            index,
+            lambda s: replace(s, final_states=s.final_states / s.final_states.norm(dim=1)[:, None]),
+        )
+    with pytest.raises(VerificationError, match="capture id 8 is .* from its own layer"):
+        verify.run(verify_spec(spec), PROGRESS)
+
+
+def test_a_layer_off_by_one_is_found(spec: StepSpec) -> None:
+    model = ReferenceModel(inspect_target(Path(spec.target_path)), "float32")
+
+    def off_by_one(sample: CapturedSample) -> CapturedSample:
+        states, _ = model.forward(sample.input_ids, (3, 4, 5))
+        return replace(sample, aux_states=states)
+
+    for index in range(NUM_SAMPLES):
+        change_shard(spec, index, off_by_one)
+    with pytest.raises(VerificationError, match=r"capture id 2 .*\(nearest is 3\)"):
+        verify.run(verify_spec(spec), PROGRESS)
+
+
+def test_final_states_of_the_layer_before_do_not_give_the_targets_tokens(spec: StepSpec) -> None:
+    model = ReferenceModel(inspect_target(Path(spec.target_path)), "float32")
+
+    def earlier(sample: CapturedSample) -> CapturedSample:
+        states, _ = model.forward(sample.input_ids, (6,))
+        return replace(sample, final_states=states[sample.final_rows, 0])
+
+    for index in range(NUM_SAMPLES):
+        change_shard(spec, index, earlier)
+    with pytest.raises(VerificationError, match="give the next token in 0.*min_next_token_agreement"):
+        verify.run(verify_spec(spec), PROGRESS)
+
+
+def test_answers_that_were_sampled_are_checked_against_a_reference_forward(tmp_path: Path) -> None:
+    target = make_tiny_target(tmp_path / "target")
+    sampled = capture_spec(
+        tmp_path, target, make_samples([24, 30, 26]), data={"generation": {"temperature": 1.0}}
+    )
+    extract.run(sampled, Progress("extract"))
+    assert verify.run(verify_spec(sampled), PROGRESS).agreement == 1.0
+
+
+def test_an_incomplete_capture_is_refused(spec: StepSpec) -> None:
+    shutil.rmtree(capture_folder(spec))
+    with pytest.raises(StoreError, match="run the stage"):
+        verify.run(verify_spec(spec), PROGRESS)
+
+
+def test_chosen_samples_are_spread_evenly() -> None:
+    assert verify.spread(10, 3) == [0, 3, 6]
+    assert verify.spread(2, 8) == [0, 1]
+    assert verify.spread(0, 8) == []

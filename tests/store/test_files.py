@@ -1,0 +1,100 @@
+"""Files appear whole or not at all, and a folder has one holder."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from eagle3_core.artifacts import FileEntry
+from eagle3_core.config import PROJECT_ROOT
+from eagle3_core.errors import StoreError
+from eagle3_core.store.files import (
+    HashingWriter,
+    atomic_file,
+    file_entry,
+    file_problem,
+    folder_lock,
+    hash_file,
+    remove_temporary_files,
+    write_atomic,
+)
+
+HOLD_LOCK = """
+import sys, time
+from pathlib import Path
+from eagle3_core.store.files import folder_lock
+with folder_lock(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+    write_atomic(tmp_path / "a.txt", "old")
+
+    def fail_in_the_middle() -> None:
+        with atomic_file(tmp_path / "a.txt") as handle:
+            handle.write(b"half")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail_in_the_middle()
+    assert (tmp_path / "a.txt").read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+
+
+def test_hash_while_writing_equals_the_hash_of_the_file(tmp_path: Path) -> None:
+    with atomic_file(tmp_path / "a.bin") as handle:
+        writer = HashingWriter(handle)
+        writer.write(b"abc")
+        writer.write(memoryview(bytes(10_000)))
+    assert writer.hexdigest() == hash_file(tmp_path / "a.bin")
+    assert writer.bytes == (tmp_path / "a.bin").stat().st_size == 10_003
+
+
+DAMAGES = {
+    "last byte cut": (lambda data: data[:-1], "bytes"),
+    "cut to four bytes": (lambda data: data[:4], "bytes"),
+    "empty": (lambda data: b"", "bytes"),
+    "one trailing byte": (lambda data: data + b"\0", "bytes"),
+    "one bit flipped": (lambda data: data[:50] + bytes([data[50] ^ 1]) + data[51:], "hash"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_each_kind_of_damage_is_seen(tmp_path: Path, name: str) -> None:
+    change, reason = DAMAGES[name]
+    path = tmp_path / "a.bin"
+    path.write_bytes(bytes(range(100)))
+    entry = file_entry(tmp_path, path)
+    assert file_problem(tmp_path, entry) is None
+    path.write_bytes(change(path.read_bytes()))
+    assert reason in (file_problem(tmp_path, entry) or "")
+
+
+def test_a_missing_file_is_seen(tmp_path: Path) -> None:
+    entry = FileEntry(path="gone", bytes=1, xxh3_128="0")
+    assert "missing" in (file_problem(tmp_path, entry) or "")
+
+
+def test_leftovers_of_a_killed_writer_are_removed(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / ".tmp-a.bin.123").write_bytes(b"half")
+    (tmp_path / "keep.bin").write_bytes(b"whole")
+    remove_temporary_files(tmp_path)
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["keep.bin"]
+
+
+def test_a_held_folder_is_refused_with_its_holder_and_free_after_kill_9(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", HOLD_LOCK, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=PROJECT_ROOT, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(StoreError, match=f"in use by another process.*{holder.pid}"):
+            folder_lock(tmp_path, wait_seconds=0).__enter__()
+        holder.kill()
+    with folder_lock(tmp_path, wait_seconds=5):
+        pass

@@ -1,0 +1,34 @@
+"""The layer-id convention."""
+
+from __future__ import annotations
+
+import pytest
+
+from eagle3_core.errors import TargetError
+from eagle3_core.target.layers import default_aux_layer_ids, final_layer_id, resolve_aux_layer_ids
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "ids"), [(8, (2, 4, 5)), (30, (2, 15, 27)), (32, (2, 16, 29)), (61, (2, 30, 58))]
+)
+def test_default_ids_are_low_middle_and_high(num_layers: int, ids: tuple[int, ...]) -> None:
+    assert default_aux_layer_ids(num_layers) == resolve_aux_layer_ids(None, num_layers) == ids
+    assert final_layer_id(num_layers) == num_layers
+
+
+@pytest.mark.parametrize("num_layers", [1, 3, 5, 6])
+def test_a_target_too_small_for_the_default_says_what_to_set(num_layers: int) -> None:
+    with pytest.raises(TargetError, match=r"target\.aux_layer_ids"):
+        default_aux_layer_ids(num_layers)
+
+
+@pytest.mark.parametrize(
+    "ids", [(2, 4, 99), (2, 2, 4), (4, 2, 5), (2, 4), (2, 4, 8), (-1, 2, 4), (1, 2, 3, 4)]
+)
+def test_ids_that_cannot_be_captured_are_refused_up_front(ids: tuple[int, ...]) -> None:
+    with pytest.raises(TargetError, match=r"cannot be captured.*0 to 7"):
+        resolve_aux_layer_ids(ids, 8)
+
+
+def test_explicit_ids_are_kept_and_zero_is_the_embedding_output() -> None:
+    assert resolve_aux_layer_ids([0, 1, 3], 4) == (0, 1, 3)
