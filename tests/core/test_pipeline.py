@@ -1,0 +1,161 @@
+"""Stages: reuse, repair, refusal and the run's record, over the stand-in engine."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from eagle3_core.errors import EXIT_STEP_FAILED, StepError
+from eagle3_core.host.run_folder import RunFolder, create_run_folder
+from eagle3_core.pipeline import StageError, run_stage
+from eagle3_core.planning import STAGE_INPUTS, STAGE_OUTPUTS, plan_run
+from tests.doubles.profile import stand_in_config
+
+STEPS = ("prepare", "extract", "verify", "train", "export", "benchmark")
+STAGES = (*STEPS, "cleanup")
+
+pytestmark = pytest.mark.orchestrator
+
+
+@pytest.fixture
+def config(tmp_path):
+    config = stand_in_config(tmp_path)
+    create_run_folder(config, STAGES, "r")
+    return config
+
+
+def run_all(config, stages=STEPS):
+    return {stage: run_stage(stage, config, "r") for stage in stages}
+
+
+def record(config, stage):
+    return RunFolder(config.workspace_path / "runs" / "r").record().stage(stage)
+
+
+def capture_folder(config):
+    plan = plan_run(config)
+    return plan.store.folder(plan.artifacts["capture"].ref)
+
+
+def test_a_second_run_reuses_everything_and_starts_no_step(config):
+    first = run_all(config)
+    logs = config.workspace_path / "runs" / "r" / "logs"
+    sizes = {path: path.stat().st_size for path in logs.glob("*.log")}
+    second = run_all(config)
+    assert not any(outcome.reused for outcome in first.values())
+    assert all(outcome.reused for outcome in second.values())
+    assert {stage: o.result for stage, o in first.items()} == {stage: o.result for stage, o in second.items()}
+    assert {path: path.stat().st_size for path in logs.glob("*.log")} == sizes
+
+
+def test_a_missing_shard_alone_is_made_again(config):
+    run_all(config, ("prepare", "extract"))
+    folder = capture_folder(config)
+    shards = sorted(folder.glob("shard-*"))
+    times = {shard: shard.stat().st_mtime_ns for shard in shards}
+    shards[1].unlink()
+    outcome = run_stage("extract", config, "r")
+    assert not outcome.reused
+    assert outcome.result["num_new_shards"] == 1
+    assert [s for s in shards if s.stat().st_mtime_ns != times[s]] == [shards[1]]
+
+
+def damage(shard, how):
+    content = shard.read_bytes()
+    changed = {
+        "cut": content[:-1],
+        "empty": b"",
+        "longer": content + b"x",
+        "flipped": content[:5] + bytes([content[5] ^ 1]) + content[6:],
+    }
+    shard.write_bytes(changed[how])
+
+
+@pytest.mark.parametrize("how", ["cut", "empty", "longer", "flipped"])
+def test_verify_names_a_damaged_shard_and_extract_remakes_only_it(config, how):
+    run_all(config, ("prepare", "extract", "verify"))
+    shards = sorted(capture_folder(config).glob("shard-*"))
+    damage(shards[2], how)
+    with pytest.raises(StageError, match=r"1 of 4 shards .* are damaged: .*shard-00002") as caught:
+        run_stage("verify", config, "r")
+    assert not caught.value.may_pass_next_time
+    assert run_stage("extract", config, "r").result["num_new_shards"] == 1
+    assert run_stage("verify", config, "r").reused
+
+
+def test_train_refuses_damaged_states(config):
+    run_all(config, ("prepare", "extract", "verify"))
+    damage(sorted(capture_folder(config).glob("shard-*"))[0], "flipped")
+    with pytest.raises(StageError, match=r"stage train cannot use capture/.*shard-00000"):
+        run_stage("train", config, "r")
+
+
+def test_a_stage_without_its_inputs_names_the_stage_to_run_first(config):
+    run_all(config, ("prepare", "extract"))
+    with pytest.raises(StageError, match=r"stage train needs verification/.*run the stage verify first"):
+        run_stage("train", config, "r")
+
+
+def test_a_removed_store_is_noticed_by_the_next_stage(config):
+    run_all(config, ("prepare",))
+    shutil.rmtree(config.store_path)
+    with pytest.raises(StageError, match=r"stage extract needs dataset/.*run the stage prepare first"):
+        run_stage("extract", config, "r")
+
+
+def test_a_removed_run_folder_is_noticed_by_the_next_stage(config):
+    run_all(config, ("prepare",))
+    shutil.rmtree(config.workspace_path / "runs")
+    with pytest.raises(StageError, match=r"was removed .*start the run again"):
+        run_stage("extract", config, "r")
+
+
+def test_a_failed_step_is_recorded_with_its_first_cause(tmp_path):
+    config = stand_in_config(tmp_path, {"step": "extract", "kind": "exit"})
+    create_run_folder(config, STAGES, "r")
+    run_stage("prepare", config, "r")
+    with pytest.raises(StageError) as caught:
+        run_stage("extract", config, "r")
+    assert isinstance(caught.value.cause, StepError)
+    assert caught.value.exit_code == EXIT_STEP_FAILED
+    assert caught.value.may_pass_next_time
+    failed = record(config, "extract")
+    assert failed.state == "failed"
+    assert failed.message.startswith("stage extract failed: step extract ended with exit code 1")
+    assert failed.log == "logs/extract.log"
+    assert record(config, "prepare").state == "completed"
+
+
+def test_an_error_in_the_data_is_not_worth_a_second_attempt(tmp_path):
+    config = stand_in_config(tmp_path, {"step": "prepare", "kind": "user_error"})
+    create_run_folder(config, STAGES, "r")
+    with pytest.raises(StageError) as caught:
+        run_stage("prepare", config, "r")
+    assert not caught.value.may_pass_next_time
+
+
+def test_a_limit_is_applied_to_a_reused_benchmark(tmp_path):
+    config = stand_in_config(tmp_path)
+    create_run_folder(config, STAGES, "r")
+    run_all(config)
+    strict = stand_in_config(tmp_path, benchmark={"min_acceptance_length": 1.6})
+    with pytest.raises(StageError, match=r"acceptance length is 1\.500"):
+        run_stage("benchmark", strict, "r")
+
+
+def test_cleanup_removes_what_an_interrupted_writer_left_and_nothing_else(config):
+    run_all(config, ("prepare", "extract"))
+    folder = capture_folder(config)
+    before = {path.name for path in folder.iterdir()}
+    (folder / ".tmp-shard-00009.safetensors.1").write_bytes(b"x" * 100)
+    outcome = run_stage("cleanup", config, "r")
+    assert outcome.details["bytes"] == 100
+    assert {path.name for path in folder.iterdir()} == before
+
+
+def test_every_input_is_an_output_of_an_earlier_stage():
+    made: set[str] = set()
+    for stage, outputs in STAGE_OUTPUTS.items():
+        assert set(STAGE_INPUTS[stage]) <= made
+        made |= set(outputs)
