@@ -54,7 +54,7 @@ def picture(width: float, height: float, label: str, *parts: Markup) -> Markup:
 
 def line_chart(label: str, series: Sequence[Series], marked: int | None = None, digits: int = 2) -> Markup:
     """Lines over the epochs 1, 2, ...; `marked` is the index of the epoch to point out."""
-    width, height, left, right, top, bottom = 460.0, 250.0, 46.0, 14.0, 34.0, 34.0
+    width, height, left, right, top, bottom = 460.0, 250.0, 46.0, 14.0, 34.0, 40.0
     known = [value for row in series for value in row.values if value is not None and math.isfinite(value)]
     if not known:
         return Markup("")
@@ -70,8 +70,8 @@ def line_chart(label: str, series: Sequence[Series], marked: int | None = None, 
 
     parts = [_horizontal_grid(ticks, y_of, left, width - right)]
     every = math.ceil(count / 12)
-    parts += [text(x_of(i), height - 14, i + 1, "middle") for i in range(count) if i % every == 0]
-    parts.append(text(width - right, height - 1, "epoch", "end"))
+    parts += [text(x_of(i), height - 24, i + 1, "middle") for i in range(count) if i % every == 0]
+    parts.append(text(left + (width - left - right) / 2, height - 6, "epoch", "middle"))
     if marked is not None:
         parts.append(_marker_line(x_of(marked), top, height - bottom))
     for row, colour in zip(series, COLOURS, strict=False):
@@ -127,7 +127,7 @@ def horizontal_bars(label: str, rows: Sequence[tuple[str, float, str, bool]]) ->
     parts = []
     for index, (name, value, shown, is_pale) in enumerate(rows):
         y = index * line + 4
-        length = (width - left - 118) * value / greatest
+        length = max(1.5, (width - left - 118) * value / greatest) if value else 0.0
         parts.append(text(left - 8, y + 14, name, "end", INK))
         parts.append(
             element(
@@ -135,13 +135,13 @@ def horizontal_bars(label: str, rows: Sequence[tuple[str, float, str, bool]]) ->
                 element("title", f"{name}: {shown}"),
                 x=left,
                 y=y,
-                width=max(1.5, length),
+                width=length,
                 height=line - 8,
                 rx=2,
                 fill=PALE if is_pale else COLOURS[0],
             )
         )
-        parts.append(text(left + max(1.5, length) + 6, y + 14, shown))
+        parts.append(text(left + length + 6, y + 14, shown))
     return picture(width, len(rows) * line + 6, label, *parts)
 
 

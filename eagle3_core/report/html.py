@@ -9,6 +9,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from eagle3_core.config import RunConfig
+from eagle3_core.host.run_folder import StageRecord
 from eagle3_core.report import charts
 from eagle3_core.report.figures import format_bytes, format_count, format_rate, format_seconds
 from eagle3_core.report.graph import lineage_graph
@@ -34,14 +35,14 @@ def render_html(summary: RunSummary, config: RunConfig) -> str:
                 (stage for stage in summary.stages if stage.state in ("failed", "cancelled")), None
             ),
             lossless_meaning=LOSSLESS_MEANING,
-            speed_text=speed_text(summary.benchmark) if summary.benchmark else "",
+            speed_text=speed_text(summary.benchmark, config.engine.device) if summary.benchmark else "",
             config_yaml=yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True),
             device=config.engine.device,
         )
     )
 
 
-def speed_text(benchmark: BenchmarkSummary) -> str:
+def speed_text(benchmark: BenchmarkSummary, device: str) -> str:
     """What the speed ratio means, said so that nobody takes it for more."""
     ratio = benchmark.speed_ratio
     if ratio is None:
@@ -50,13 +51,15 @@ def speed_text(benchmark: BenchmarkSummary) -> str:
         f"One sequence at a time on this host: {benchmark.draft_tokens_per_second:.1f} tokens/s with the "
         f"draft, {benchmark.baseline_tokens_per_second:.1f} without."
     )
-    if ratio < 1:
+    if ratio >= 1:
+        return measured
+    if device == "cpu":
         return (
             f"{measured} Here the draft slows the target down. That is expected on a CPU, where checking "
             f"{benchmark.num_speculative_tokens} drafted tokens costs almost as much as decoding them; a GPU "
             "checks them in about the time of one."
         )
-    return measured
+    return f"{measured} Here the draft slows the target down: it should not be served as it is."
 
 
 @cache
@@ -91,17 +94,15 @@ def _charts(summary: RunSummary) -> dict[str, Markup]:
 
 
 def _stage_chart(summary: RunSummary) -> Markup:
-    rows = [
-        (
-            stage.stage,
-            stage.seconds or 0.0,
-            format_seconds(stage.seconds)
-            + (", reused" if stage.reused else "" if stage.state == "completed" else f", {stage.state}"),
-            stage.reused,
-        )
-        for stage in summary.stages
-    ]
+    rows = [(stage.stage, stage.seconds or 0.0, _stage_text(stage), stage.reused) for stage in summary.stages]
     return charts.horizontal_bars("Seconds of each stage", rows)
+
+
+def _stage_text(stage: StageRecord) -> str:
+    if stage.seconds is None:
+        return stage.state
+    remark = "reused" if stage.reused else "" if stage.state == "completed" else stage.state
+    return ", ".join(filter(None, [format_seconds(stage.seconds), remark]))
 
 
 def _disk_chart(summary: RunSummary) -> Markup:

@@ -1,0 +1,56 @@
+# Everything here works from a fresh clone and needs python3 (3.11 to 3.13), make and the package index.
+PYTHON ?= python3
+PROFILE ?= smollm2-135m-demo
+UV_VERSION = 0.13.9
+# Limits of a test run in seconds; both environments together stay below 20 minutes.
+ORCHESTRATOR_TESTS_SECONDS ?= 600
+ENGINE_TESTS_SECONDS ?= 560
+TESTS ?= not gpu
+PYTEST_OPTIONS ?=
+
+BIN := .envs/orchestrator/bin
+ENGINE := .envs/engine-cpu
+# The loader reads it when the interpreter starts; vLLM on the CPU is much slower without it.
+PRELOAD = LD_PRELOAD=$(wildcard $(CURDIR)/$(ENGINE)/lib/libiomp5.so)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-orchestrator test-engine lint docs lock clean
+
+help:  ## List what can be made
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup:  ## Create both environments from their lock files, if they are missing
+	@command -v $(PYTHON) > /dev/null || { echo "setup failed: there is no $(PYTHON); install Python 3.11 to 3.13" >&2; exit 2; }
+	@$(PYTHON) deployments/bootstrap.py
+
+demo: setup  ## Train a draft for SmolLM2-135M and measure it in vLLM
+	@$(BIN)/eagle3 run $(PROFILE)
+
+test: setup  ## Run all tests that need no GPU, in both environments (TESTS="not gpu and not slow" for fewer)
+	@status=0; \
+	$(MAKE) --no-print-directory test-orchestrator || status=1; \
+	$(MAKE) --no-print-directory test-engine || status=1; \
+	exit $$status
+
+test-orchestrator:  # the environment without torch
+	timeout --kill-after=20 $(ORCHESTRATOR_TESTS_SECONDS) $(BIN)/python -m pytest -m "$(TESTS)" $(PYTEST_OPTIONS)
+
+test-engine:  # the environment without Prefect
+	timeout --kill-after=20 $(ENGINE_TESTS_SECONDS) env $(PRELOAD) \
+		$(ENGINE)/bin/python -m pytest -m "$(TESTS)" $(PYTEST_OPTIONS)
+
+lint: setup  ## Check style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+docs: setup  ## Make docs/configuration.md again from the configuration models
+	$(BIN)/python docs/make_configuration.py
+
+lock:  ## Compile the lock files again with uv
+	$(PYTHON) -m venv .envs/uv
+	.envs/uv/bin/pip install --quiet --disable-pip-version-check uv==$(UV_VERSION)
+	$(PYTHON) docker/locks/compile.py .envs/uv/bin/uv
+
+clean:  ## Remove the environments and tool caches; runs and artifacts in workspace/ stay
+	rm -rf .envs .mypy_cache .ruff_cache .pytest_cache *.egg-info

@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import math
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+
+from eagle3_core.report.charts import Series, grouped_bars, horizontal_bars, line_chart, nice_ticks
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "ticks"),
+    [(1.21, 1.58, [1.2, 1.3, 1.4, 1.5, 1.6]), (0.0, 10.0, [0, 2, 4, 6, 8, 10]), (3.0, 3.0, [3.0, 3.1, 3.2])],
+)
+def test_ticks_are_round_and_enclose_the_values(low: float, high: float, ticks: list[float]) -> None:
+    found = nice_ticks(low, high)
+    assert found[0] <= low
+    assert found[-1] >= high
+    if low < high:
+        assert found == ticks
+
+
+def test_a_line_chart_is_one_svg_with_a_point_per_value_and_gaps_left_out() -> None:
+    chart = line_chart("loss", [Series("train", [3.0, None, math.nan, 1.0]), Series("held-out", [2.0] * 4)])
+    root = ElementTree.fromstring(chart)
+    assert root.tag == f"{SVG}svg"
+    assert len(root.findall(f"{SVG}circle")) == 2 + 4
+    assert "nan" not in chart.lower().replace("nance", "")
+
+
+def test_a_chart_without_a_finite_value_is_left_out() -> None:
+    assert line_chart("loss", [Series("train", [math.nan, None])]) == ""
+
+
+def test_bars_are_as_high_as_their_values() -> None:
+    root = ElementTree.fromstring(grouped_bars("acceptance", ["1", "2"], [Series("vllm", [0.8, 0.2])]))
+    bars = [bar for bar in root.findall(f"{SVG}rect") if bar.find(f"{SVG}title") is not None]
+    assert float(bars[0].attrib["height"]) == pytest.approx(4 * float(bars[1].attrib["height"]), abs=0.05)
+
+
+def test_text_in_a_chart_is_escaped() -> None:
+    chart = horizontal_bars("sizes", [("<script>", 1.0, "a & b", False)])
+    assert "<script>" not in chart
+    ElementTree.fromstring(chart)

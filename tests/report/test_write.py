@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import json
+import re
+from datetime import UTC, datetime
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from eagle3_core.errors import HostError
+from eagle3_core.report.model import RunSummary
+from eagle3_core.report.write import write_report
+from tests.report import example
+
+VOID = {"meta", "link", "br", "img", "hr", "input"}
+
+
+class Balance(HTMLParser):
+    """Collects the text, the addresses that a browser would load, and fails on unbalanced tags."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.loaded: list[str] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in VOID:
+            self.open.append(tag)
+        self.loaded += [value or "" for name, value in attrs if name in ("src", "href")]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def read_page(path: Path) -> Balance:
+    page = Balance()
+    page.feed(path.read_text())
+    assert page.open == []
+    page.text = " ".join(page.text.split())
+    return page
+
+
+def test_the_page_leads_with_the_acceptance_length_and_what_it_was_measured_on(tmp_path: Path) -> None:
+    folder, store = example.make_run(tmp_path)
+    write_report(folder.path, store)
+    text = read_page(folder.path / "report.html").text
+    assert text.index("1.60") < text.index("Acceptance by position") < text.index("Training")
+    assert "K = 3 drafted tokens per pass; n = 32 held-out prompts" in text
+    assert example.BENCHMARK.dataset_hash in text
+    assert "0.80×" in text
+    assert "expected on a CPU" in text
+
+
+def test_the_page_loads_nothing_and_runs_nothing(tmp_path: Path) -> None:
+    folder, store = example.make_run(tmp_path)
+    write_report(folder.path, store)
+    page = read_page(folder.path / "report.html")
+    assert page.loaded == ["data:,"]
+    source = (folder.path / "report.html").read_text()
+    assert "<script" not in source
+    assert not re.search(r"url\(|@import", source)
+    assert source.count("<svg") == 6
+
+
+def test_text_from_data_is_escaped(tmp_path: Path) -> None:
+    folder, store = example.make_run(tmp_path)
+    write_report(folder.path, store)
+    source = (folder.path / "report.html").read_text()
+    assert "&lt;b&gt;odd&lt;/b&gt;" in source
+    assert "<b>odd" not in source
+
+
+def test_the_summary_file_reads_back_as_what_was_returned(tmp_path: Path) -> None:
+    folder, store = example.make_run(tmp_path)
+    written = write_report(folder.path, store)
+    assert RunSummary.model_validate(json.loads((folder.path / "summary.json").read_text())) == written
+
+
+def test_the_running_report_stage_counts_as_done(tmp_path: Path) -> None:
+    folder, store = example.make_run(tmp_path, state="running")
+    folder.update_stage("report", state="running", started_at=datetime.now(UTC), seconds=None)
+    stage = write_report(folder.path, store).stages[-1]
+    assert (stage.stage, stage.state) == ("report", "completed")
+    assert stage.seconds is not None
+
+
+@pytest.mark.parametrize("until", ["preflight", "prepare", "extract", "verify", "train", "benchmark"])
+def test_a_run_that_failed_at_any_stage_has_a_page_that_says_why(tmp_path: Path, until: str) -> None:
+    reason = f"stage {until} failed: out of <luck>"
+    folder, store = example.make_run(tmp_path, until=until, failure=reason)  # type: ignore[arg-type]
+    write_report(folder.path, store)
+    text = read_page(folder.path / "report.html").text
+    assert f"The stage {until} failed" in text
+    assert reason in text
+
+
+def test_a_rehearsal_is_called_one(tmp_path: Path) -> None:
+    folder, store = example.make_run(tmp_path, limit=10)
+    assert write_report(folder.path, store).is_rehearsal
+    assert "A rehearsal." in read_page(folder.path / "report.html").text
+
+
+def test_a_run_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    folder, store = example.make_run(tmp_path)
+    (folder.path / "report.html").mkdir()
+    with pytest.raises(HostError, match="cannot write the report into"):
+        write_report(folder.path, store)
