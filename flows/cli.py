@@ -186,11 +186,13 @@ def _load(profile: str, limit: int | None, overrides: list[str] | None) -> RunCo
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; returns the documented exit code or exits with it."""
+    """Run the command line and return the documented exit code."""
     given = sys.argv[1:] if arguments is None else arguments
     try:
         app(args=given)
         return EXIT_OK
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else EXIT_OK
     except Eagle3Error as error:
         if "--debug" in given:
             raise

@@ -1,0 +1,201 @@
+"""The command line's errors and the commands that need no Prefect."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from eagle3_core.config import PROJECT_ROOT, STAGES
+from eagle3_core.errors import EXIT_OK, EXIT_USER_ERROR
+from tests.doubles.profile import stand_in_profile
+from tests.doubles.target import make_target
+
+pytestmark = pytest.mark.orchestrator
+
+
+@pytest.fixture
+def profile(tmp_path):
+    return stand_in_profile(tmp_path)
+
+
+def edit(profile, **changes):
+    """Change dotted fields of a profile's file."""
+    document = yaml.safe_load(profile.read_text())
+    for key, value in changes.items():
+        *sections, field = key.split("__")
+        section = document
+        for name in sections:
+            section = section.setdefault(name, {})
+        section[field] = value
+    profile.write_text(yaml.safe_dump(document))
+
+
+def unreadable_target(profile):
+    folder = profile.parent / "target"
+    (folder / "model.safetensors").write_bytes(b"\x00" * 4)
+    return "model.safetensors is not a whole safetensors file"
+
+
+def missing_target(profile):
+    edit(profile, target__model=str(profile.parent / "nowhere"))
+    return "nowhere"
+
+
+def unknown_key(profile):
+    edit(profile, train__num_epoch=3)
+    return "unknown key train.num_epoch"
+
+
+def wrong_type(profile):
+    edit(profile, train__num_epochs="many")
+    return "train.num_epochs: Input should be a valid integer"
+
+
+def too_few_layers(profile):
+    make_target(profile.parent / "target", num_layers=4)
+    return "4 layers is too small"
+
+
+def bad_layer_ids(profile):
+    edit(profile, target__aux_layer_ids=[2, 2, 5])
+    return "[2, 2, 5] cannot be captured"
+
+
+def no_engine(profile):
+    edit(profile, engine__python=str(profile.parent / "nowhere"))
+    return "has no interpreter"
+
+
+def missing_prompts(profile):
+    edit(profile, data__prompts=[str(profile.parent / "none.jsonl")])
+    return "none.jsonl, which is not a file"
+
+
+def workspace_is_a_file(profile):
+    (profile.parent / "workspace").write_text("")
+    return "cannot write to"
+
+
+def not_enough_memory(profile):
+    edit(profile, limits__min_free_memory_gib=100000)
+    return "GiB of memory are available"
+
+
+def excluding_settings(profile):
+    edit(profile, engine__tensor_parallel_size=2)
+    return "engine.tensor_parallel_size is 2 on the CPU"
+
+
+@pytest.mark.parametrize(
+    "break_it",
+    [
+        unreadable_target,
+        missing_target,
+        unknown_key,
+        wrong_type,
+        too_few_layers,
+        bad_layer_ids,
+        no_engine,
+        missing_prompts,
+        workspace_is_a_file,
+        not_enough_memory,
+        excluding_settings,
+    ],
+)
+def test_what_cannot_run_ends_in_one_line_before_any_step(profile, break_it, capsys, prefect_home):
+    from flows.cli import main
+
+    expected = break_it(profile)
+    assert main(["run", str(profile)]) == EXIT_USER_ERROR
+    errors = capsys.readouterr().err
+    assert errors.count("\n") == 1
+    assert errors.startswith("eagle3: ")
+    assert expected in errors
+    assert not list(profile.parent.glob("workspace/runs/*"))
+
+
+def test_an_unknown_stage_names_the_valid_ones(profile, capsys):
+    from flows.cli import main
+
+    assert main(["run", str(profile), "--stages", "train,exprot"]) == EXIT_USER_ERROR
+    assert f"unknown stage 'exprot'; expected some of {', '.join(STAGES)}" in capsys.readouterr().err
+
+
+WITHOUT_PREFECT = """
+import json, sys
+from flows.cli import main
+code = main(json.loads(sys.argv[1]))
+loaded = [name for name in ("prefect", "torch", "vllm") if name in sys.modules]
+sys.exit(f"imported {loaded}" if loaded else code)
+"""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["plan", "{profile}"],
+        ["plan", "{profile}", "--json"],
+        ["doctor", "{profile}"],
+        ["config"],
+        ["config", "--json"],
+        ["runs", "--workspace", "{folder}/workspace"],
+        ["target", "inspect", "{folder}/target"],
+    ],
+)
+def test_commands_that_only_look_import_neither_prefect_nor_torch(profile, arguments):
+    given = [text.format(profile=profile, folder=profile.parent) for text in arguments]
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_PREFECT, json.dumps(given)],
+        cwd=PROJECT_ROOT,
+        env=os.environ | {"COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (EXIT_OK, "")
+    assert done.stdout
+
+
+@pytest.mark.parametrize(
+    "command", ["run", "plan", "show", "runs", "lineage", "doctor", "deploy", "config", "target fetch"]
+)
+def test_every_command_has_help(command, capsys):
+    from flows.cli import main
+
+    assert main([*command.split(), "--help"]) == EXIT_OK
+    assert len(capsys.readouterr().out) > 200
+
+
+def test_the_plan_names_ids_and_what_is_there(profile, capsys):
+    from flows.cli import main
+
+    main(["plan", str(profile), "--json", "--limit", "5"])
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["workload"]["num_samples"] == 5
+    assert plan["aux_layer_ids"] == [2, 4, 5]
+    states = {entry["kind"]: (entry["state"], entry["ref"] is None) for entry in plan["artifacts"]}
+    assert states["dataset"] == ("missing", False)
+    assert states["capture"] == ("missing", True)
+
+
+def test_doctor_reports_every_problem_at_once(profile, capsys):
+    from flows.cli import main
+
+    missing_target(profile)
+    no_engine(profile)
+    assert main(["doctor", str(profile), "--json"]) == EXIT_USER_ERROR
+    checks = {check["name"]: check["ok"] for check in json.loads(capsys.readouterr().out)}
+    assert [name for name, ok in checks.items() if not ok] == ["target", "engine environment", "openmp"]
+
+
+def test_every_field_of_a_profile_is_listed(capsys):
+    from flows.cli import main
+
+    main(["config"])
+    text = capsys.readouterr().out
+    assert "train.num_epochs  int, default 8" in text
+    assert "name  str, required" in text
