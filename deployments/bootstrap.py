@@ -274,7 +274,8 @@ def last_error(log: Path) -> str:
     """The line of a log that says most about the failure."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     errors = [line for line in lines if line.upper().startswith("ERROR")]
-    return (errors or lines or ["no output"])[-1][:300]
+    remark = "; the package index did not answer" if any("Retrying (" in line for line in lines) else ""
+    return (errors or lines or ["no output"])[-1][:300] + remark
 
 
 def read_json(path: Path) -> "dict | None":
