@@ -1,0 +1,264 @@
+"""Reads captured samples and puts them into packs, ahead of the trainer.
+
+Legend: S tokens of a sample, R rows of a pack (S - 1 a document), A auxiliary layers, H hidden size,
+n labels.
+
+Which samples share a pack, and in which order packs come, follows from seed and epoch alone. A sample is
+never split: one that is longer than `pack_tokens` gets a pack of its own. Samples that cannot be trained on
+are left out, counted and named.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eagle3_core.contracts import Rejection
+from eagle3_core.errors import TrainingError
+from eagle3_core.store.dataset import Sample, Split
+from eagle3_core.store.shards import CapturedSample, ShardReader
+from eagle3_core.training.rows import plan_rows
+from eagle3_core.training.ttt import Pack
+
+READ_AHEAD_PACKS = 2
+OPEN_PACKS = 8
+"""Packs that are filled side by side: a sample goes into the first of them with room for it."""
+MAX_OPEN_SHARDS = 64
+
+
+@dataclass(frozen=True)
+class StoredSample:
+    """Where a sample's states lie.
+
+    Attributes:
+        key: of the dataset's sample.
+        shard: file name.
+        index: inside the shard.
+        num_tokens: S.
+        prompt_length: tokens before the last answer.
+        answer_length: tokens of the last answer, end-of-turn token included.
+    """
+
+    key: str
+    shard: str
+    index: int
+    num_tokens: int
+    prompt_length: int
+    answer_length: int
+
+
+@dataclass
+class SampleIndex:
+    """The samples of both splits that can be trained on, in dataset order, and those left out."""
+
+    splits: dict[Split, list[StoredSample]]
+    skipped: list[Rejection] = field(default_factory=list)
+
+
+def index_samples(
+    samples: Sequence[Sample], folder: Path, shards: Sequence[str], bad: dict[str, str]
+) -> SampleIndex:
+    """Find every sample of the dataset in a capture.
+
+    Args:
+        samples: the dataset.
+        folder: the capture's folder.
+        shards: its shard files.
+        bad: key and problem of samples that verification found bad.
+
+    Raises:
+        TrainingError: a sample of the dataset is in no shard, or a split has no sample left.
+    """
+    places = {
+        key: (name, index) for name in shards for index, key in enumerate(ShardReader(folder / name).keys)
+    }
+    index = SampleIndex({"train": [], "heldout": []})
+    for sample in samples:
+        if sample.key not in places:
+            raise TrainingError(
+                f"sample {sample.key} of the dataset is in none of the {len(shards)} shards in {folder}",
+                remedy="run the extract stage again",
+            )
+        reason = bad.get(sample.key) or _without_loss(sample)
+        if reason:
+            index.skipped.append(Rejection(key=sample.key, reason=reason))
+            continue
+        answer = int(sample.loss_mask[sample.prompt_length :].sum())
+        stored = StoredSample(sample.key, *places[sample.key], len(sample), sample.prompt_length, answer)
+        index.splits[sample.split].append(stored)
+    _refuse_empty_split(index, samples)
+    return index
+
+
+def _without_loss(sample: Sample) -> str | None:
+    return None if sample.loss_mask[1:].any() else "no token after the first carries loss"
+
+
+def _refuse_empty_split(index: SampleIndex, samples: Sequence[Sample]) -> None:
+    total = Counter(sample.split for sample in samples)
+    for split, other in (("train", "heldout"), ("heldout", "train")):
+        if not index.splits[split]:  # type: ignore[index]
+            raise TrainingError(
+                f"the {split} split has no sample to use: {total[split]} in the dataset, "  # type: ignore[index]
+                f"{len(index.skipped)} of both splits left out; the {other} split has "
+                f"{len(index.splits[other])}",  # type: ignore[index]
+                expected="samples in both splits",
+                remedy="add prompts, or change data.heldout_fraction or the rows' own `split`",
+            )
+
+
+def plan_packs(lengths: Sequence[int], pack_tokens: int, seed: int, epoch: int) -> list[list[int]]:
+    """Which samples go into which pack of an epoch; every sample is in exactly one.
+
+    Args:
+        lengths: tokens of each sample.
+        pack_tokens: most tokens of a pack, unless it holds one longer sample alone.
+        seed: of the run.
+        epoch: the order differs from epoch to epoch.
+
+    Returns:
+        Packs of indices into `lengths`.
+    """
+    order = np.random.default_rng([seed, epoch]).permutation(len(lengths))
+    return _fill([int(index) for index in order], lengths, pack_tokens)
+
+
+def plan_in_order(lengths: Sequence[int], pack_tokens: int) -> list[list[int]]:
+    """Packs of samples in their own order, for evaluation."""
+    return _fill(list(range(len(lengths))), lengths, pack_tokens)
+
+
+def _fill(order: Sequence[int], lengths: Sequence[int], pack_tokens: int) -> list[list[int]]:
+    """First fit over a few open packs; the fullest leaves when a sample fits none of them."""
+    done: list[list[int]] = []
+    waiting: list[tuple[int, list[int]]] = []
+    for index in order:
+        size = lengths[index]
+        place = next((i for i, (used, _) in enumerate(waiting) if used + size <= pack_tokens), None)
+        if place is not None:
+            used, members = waiting[place]
+            waiting[place] = (used + size, [*members, index])
+            continue
+        if len(waiting) == OPEN_PACKS:
+            fullest = max(range(len(waiting)), key=lambda i: waiting[i][0])
+            done.append(waiting.pop(fullest)[1])
+        waiting.append((size, [index]))
+    return done + [members for _, members in waiting]
+
+
+class PackReader:
+    """Builds packs of one split from the shards of a capture.
+
+    Args:
+        folder: the capture's folder.
+        samples: the split's samples.
+        num_steps: TTT steps that a pack is planned for.
+    """
+
+    def __init__(self, folder: Path, samples: Sequence[StoredSample], num_steps: int) -> None:
+        self.samples, self.num_steps = samples, num_steps
+        self._folder = folder
+        self._readers: dict[str, ShardReader] = {}
+
+    def pack(self, members: Sequence[int]) -> Pack:
+        """The pack of the given samples.
+
+        Raises:
+            TrainingError: a shard lacks final states that a loss reads.
+        """
+        return build_pack([self._read(self.samples[index]) for index in members], self.num_steps)
+
+    def _read(self, stored: StoredSample) -> CapturedSample:
+        reader = self._readers.get(stored.shard)
+        if reader is None:
+            if len(self._readers) == MAX_OPEN_SHARDS:
+                self._readers.pop(next(iter(self._readers)))
+            reader = self._readers[stored.shard] = ShardReader(self._folder / stored.shard)
+        return reader.sample(stored.index)
+
+
+def build_pack(samples: Sequence[CapturedSample], num_steps: int) -> Pack:
+    """Documents side by side with their row plan; see `rows` for the alignment.
+
+    Raises:
+        TrainingError: final states of label rows are missing.
+    """
+    masks = [sample.loss_mask[1:].bool() for sample in samples]
+    lengths = [len(mask) for mask in masks]
+    mask = torch.cat(masks)
+    return Pack(
+        keys=tuple(sample.key for sample in samples),
+        input_ids=torch.cat([sample.input_ids[1:] for sample in samples]).long(),
+        aux_states=torch.cat([sample.aux_states[:-1].flatten(1) for sample in samples]),
+        positions=torch.cat([torch.arange(1, length + 1) for length in lengths]),
+        final_states=torch.cat([_label_states(sample) for sample in samples]),
+        plan=plan_rows(lengths, mask.numpy(), num_steps),
+    )
+
+
+def _label_states(sample: CapturedSample) -> Tensor:
+    """[n, H], the final states y[j] of the tokens j >= 1 with l[j] = 1."""
+    wanted = 1 + sample.loss_mask[1:].nonzero().squeeze(-1)
+    places = torch.searchsorted(sample.final_rows, wanted)
+    found = places < len(sample.final_rows)
+    if not bool(found.all()) or not torch.equal(sample.final_rows[places], wanted):
+        raise TrainingError(
+            f"sample {sample.key} has {len(sample.final_rows)} final states, not all of the {len(wanted)} "
+            "that the loss reads",
+            remedy="run the extract stage again",
+        )
+    return sample.final_states[places]
+
+
+class ReadAhead:
+    """Iterates over packs that a thread reads ahead; use as a context manager."""
+
+    def __init__(self, reader: PackReader, plan: Sequence[Sequence[int]]) -> None:
+        self._reader, self._plan = reader, plan
+        self._queue: queue.Queue[Pack | BaseException | None] = queue.Queue(READ_AHEAD_PACKS)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="pack-reader", daemon=True)
+
+    def __enter__(self) -> Iterator[Pack]:
+        self._thread.start()
+        return self._packs()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _packs(self) -> Iterator[Pack]:
+        while (item := self._queue.get()) is not None:
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+
+    def _work(self) -> None:
+        try:
+            for members in self._plan:
+                if not self._put(self._reader.pack(members)):
+                    return
+            self._put(None)
+        except BaseException as error:
+            self._put(error)
+
+    def _put(self, item: Pack | BaseException | None) -> bool:
+        """Hand over an item; False if nobody waits for it any more."""
+        while not self._stop.is_set():
+            try:
+                self._queue.put(item, timeout=0.1)
+                return True
+            except queue.Full:
+                continue
+        return False
