@@ -1,0 +1,213 @@
+"""The step `train`: a draft from a capture, checked before the first optimizer step."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import save
+
+from eagle3_core.artifacts import Manifest
+from eagle3_core.config import RunConfig
+from eagle3_core.contracts import Rejection, StepSpec, TrainResult
+from eagle3_core.data.vocabulary import DraftVocabulary, load_vocabulary
+from eagle3_core.errors import TrainingError
+from eagle3_core.identity import draft_vocab_size
+from eagle3_core.store.dataset import Sample, benchmark_samples, read_dataset
+from eagle3_core.store.files import atomic_file, write_atomic
+from eagle3_core.store.local import ArtifactWriter, LocalStore
+from eagle3_core.store.shards import ShardReader
+from eagle3_core.target.info import TargetInfo, inspect_target
+from eagle3_core.target.layers import final_layer_id, resolve_aux_layer_ids
+from eagle3_core.target.weights import FinalHead
+from eagle3_core.training.checkpoint import METRICS_FILE, MetricsLog, ResumeFolder
+from eagle3_core.training.draft import build_draft, checkpoint_tensors, trained_parameters
+from eagle3_core.training.evaluate import Evaluation, HeldoutEvaluator, steps_to_unroll
+from eagle3_core.training.loader import PackReader, SampleIndex, index_samples
+from eagle3_core.training.loop import Outcome, Trainer
+
+if TYPE_CHECKING:
+    from speculators.models.eagle3 import Eagle3DraftModel
+
+    from eagle3_core.step import Progress
+    from eagle3_core.training.loss import Teacher
+
+logger = logging.getLogger(__name__)
+WEIGHTS_FILE = "model.safetensors"
+CONFIG_FILE = "config.json"
+
+
+def run(spec: StepSpec, progress: Progress) -> TrainResult:
+    """Train a draft on a capture, or go on where an interrupted run stopped.
+
+    Inputs are capture, vocabulary, dataset and, if there is one, verification; the output is the checkpoint.
+
+    Raises:
+        TrainingError: inputs that do not fit the configuration, an empty split, or a loss that is not finite.
+        StoreError: an input is missing, or somebody else writes the checkpoint.
+    """
+    started = time.monotonic()
+    store = LocalStore(spec.config.store_path)
+    target = inspect_target(Path(spec.target_path))
+    capture = store.read(spec.inputs["capture"])
+    store.read(spec.inputs["dataset"])
+    store.read(spec.inputs["vocabulary"])
+    samples = read_dataset(store.folder(spec.inputs["dataset"]))
+    vocabulary = load_vocabulary(store.folder(spec.inputs["vocabulary"]))
+    folder, shards = store.folder(capture.ref), shard_names(capture)
+    check_inputs(spec.config, target, samples, vocabulary, folder, shards)
+    index = index_samples(samples, folder, shards, _bad_samples(store, spec))
+    _log_skipped(index.skipped)
+    with store.writer(spec.outputs["checkpoint"], spec.run_id) as writer:
+        resume = ResumeFolder(writer.folder, spec.outputs["checkpoint"])
+        metrics = MetricsLog(writer.folder)
+        draft = build_draft(spec.config, target, vocabulary).to(spec.config.engine.device)
+        trainer = Trainer(
+            draft,
+            spec.config,
+            PackReader(folder, index.splits["train"], spec.config.train.ttt_steps),
+            _evaluation(spec.config, target, samples, index, folder, vocabulary, draft),
+            resume,
+            metrics,
+            progress,
+        )
+        logger.info(
+            "training %s parameters on %d samples, %d held out, %d steps; ready after %.1f s",
+            f"{sum(p.numel() for p in trainer.parameters.values()):,}",
+            len(index.splits["train"]),
+            len(index.splits["heldout"]),
+            trainer.num_steps,
+            time.monotonic() - started,
+        )
+        outcome = trainer.run()
+        metrics.close()
+        result = _result(draft, outcome, index)
+        _complete(writer, draft, result, time.monotonic() - started)
+        resume.remove()
+    return result
+
+
+def shard_names(capture: Manifest) -> list[str]:
+    """The shard files of a capture, in order.
+
+    Raises:
+        TrainingError: it has none.
+    """
+    names = sorted(entry.path for entry in capture.files if entry.path.endswith(".safetensors"))
+    if not names:
+        raise TrainingError(f"{capture.ref} has no shards", remedy="run the extract stage again")
+    return names
+
+
+def check_inputs(
+    config: RunConfig,
+    target: TargetInfo,
+    samples: Sequence[Sample],
+    vocabulary: DraftVocabulary,
+    folder: Path,
+    shards: Sequence[str],
+) -> None:
+    """Refuse inputs that do not fit, before anything is loaded.
+
+    Raises:
+        TrainingError: names what was found and what the configuration and the target say.
+    """
+    wanted_ids = resolve_aux_layer_ids(config.target.aux_layer_ids, target.num_layers)
+    for name in shards:
+        reader = ShardReader(folder / name)
+        _require(f"the auxiliary capture ids of {folder / name}", reader.aux_layer_ids, wanted_ids)
+        final = final_layer_id(target.num_layers)
+        _require(f"the final capture id of {folder / name}", reader.final_layer_id, final)
+    width = ShardReader(folder / shards[0]).sample(0).aux_states.shape[2]
+    _require(f"the hidden size of {folder / shards[0]}", width, target.hidden_size)
+    sizes = (len(vocabulary.d2t), len(vocabulary.t2d))
+    _require(
+        "the sizes of the draft vocabulary (draft, target)",
+        sizes,
+        (draft_vocab_size(config, target), target.vocab_size),
+    )
+    largest = max(int(sample.input_ids.max()) for sample in samples)
+    if largest >= target.vocab_size:
+        raise TrainingError(
+            f"the dataset has token id {largest:,}", expected=f"ids below the target's {target.vocab_size:,}"
+        )
+
+
+def _require(what: str, found: object, expected: object) -> None:
+    if found != expected:
+        raise TrainingError(
+            f"{what}: {found}",
+            expected=f"{expected} by the configuration and the target",
+            remedy="run the stages prepare and extract again with this configuration",
+        )
+
+
+def _bad_samples(store: LocalStore, spec: StepSpec) -> dict[str, str]:
+    """Key and problem of samples that verification found bad."""
+    if "verification" not in spec.inputs:
+        return {}
+    result = store.read(spec.inputs["verification"]).facts["result"]
+    return {bad["key"]: bad["problem"] for bad in result["bad_samples"]}
+
+
+def _log_skipped(skipped: Sequence[Rejection]) -> None:
+    for rejection in skipped:
+        logger.warning("leaving out sample %s: %s", rejection.key, rejection.reason)
+
+
+def _evaluation(
+    config: RunConfig,
+    target: TargetInfo,
+    samples: Sequence[Sample],
+    index: SampleIndex,
+    folder: Path,
+    vocabulary: DraftVocabulary,
+    draft: Eagle3DraftModel,
+) -> Any:
+    """The function that looks at the held-out split."""
+    device = draft.device
+    usable = {sample.key for sample in index.splits["heldout"]}
+    chosen = [sample.key for sample in benchmark_samples(samples, config.benchmark.num_prompts)]
+    evaluator = HeldoutEvaluator(
+        PackReader(folder, index.splits["heldout"], steps_to_unroll(config)),
+        config,
+        [key for key in chosen if key in usable],
+        FinalHead(target, device),
+    )
+    target_ids = torch.from_numpy(vocabulary.draft_to_target).to(device)
+
+    def evaluate(model: Eagle3DraftModel, teacher: Teacher) -> Evaluation:
+        return evaluator.evaluate(model, teacher, target_ids)
+
+    return evaluate
+
+
+def _result(draft: Eagle3DraftModel, outcome: Outcome, index: SampleIndex) -> TrainResult:
+    return TrainResult(
+        num_steps=outcome.num_steps,
+        num_parameters=sum(parameter.numel() for parameter in trained_parameters(draft).values()),
+        resumed_from_step=outcome.resumed_from_step,
+        tokens_per_second=outcome.tokens_per_second,
+        epochs=outcome.epochs,
+        best_epoch=outcome.best_epoch,
+        replay=outcome.benchmark,
+        num_skipped_samples=len(index.skipped),
+    )
+
+
+def _complete(writer: ArtifactWriter, draft: Eagle3DraftModel, result: TrainResult, seconds: float) -> None:
+    """Write the finished draft and mark the artifact complete, which also removes the resume files."""
+    weights, config = writer.folder / WEIGHTS_FILE, writer.folder / CONFIG_FILE
+    with atomic_file(weights) as handle:
+        handle.write(save(checkpoint_tensors(draft), metadata={"format": "pt"}))
+    write_atomic(config, json.dumps(draft.config.to_dict(), indent=1, default=str))
+    writer.complete(
+        [weights, config, writer.folder / METRICS_FILE],
+        seconds=seconds,
+        result=result.model_dump(mode="json"),
+    )
