@@ -97,7 +97,7 @@ class ChatTemplate:
         starts = self._tagged_starts(messages, text, add_generation_prompt)
         if starts is None or len(starts) != len(contents):
             starts = self._rendered_starts(messages, text)
-        limits = [*starts[1:], len(text)]
+        limits = [*starts, len(text)][1:]
         spans = [
             self._find(text, content, start, limit)
             for content, start, limit in zip(contents, starts, limits, strict=True)
