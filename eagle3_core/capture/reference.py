@@ -65,7 +65,7 @@ class ReferenceModel:
     def forward(
         self, input_ids: torch.Tensor, capture_ids: Sequence[int]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """States [S, L, H] by capture id and logits [S, V] of one sequence of ids [S]."""
+        """States [S, L, H] by capture id and logits [S, V] of one sequence of ids [S]; L may be 0."""
         caught: dict[int, torch.Tensor] = {}
         hooks = [self._hook(k, caught) for k in capture_ids]
         try:
@@ -76,7 +76,9 @@ class ReferenceModel:
         missing = [k for k in capture_ids if k not in caught]
         if missing:
             raise CaptureError(f"the reference forward did not pass the layers of capture ids {missing}")
-        return torch.stack([caught[k] for k in capture_ids], dim=1), output.logits[0]
+        logits = output.logits[0]
+        states = [caught[k] for k in capture_ids]
+        return torch.stack(states, dim=1) if states else logits.new_empty(len(logits), 0, 0), logits
 
     def all_states(self, input_ids: torch.Tensor) -> torch.Tensor:
         """States [S, N + 1, H] of all capture ids, 0 to N."""

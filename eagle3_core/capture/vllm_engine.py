@@ -121,8 +121,8 @@ class VllmDriver:
         """Yield each shard of the job with its manifest entry when it is written."""
         waiting = deque(self._job.shards)
         while waiting or self._unfinished:
-            self._job.raise_failure()
             yield from self._take_finished()
+            self._job.raise_failure()
             while waiting and len(self._unfinished) < MAX_SHARDS_IN_FLIGHT:
                 self._send(waiting.popleft())
             if self._engine.has_unfinished_requests():
@@ -130,6 +130,7 @@ class VllmDriver:
             elif self._unfinished:
                 self._drain()
                 yield from self._take_finished()
+                self._job.raise_failure()
                 self._check_progress()
 
     def _send(self, shard: PlannedShard) -> None:
@@ -173,7 +174,6 @@ class VllmDriver:
         self._engine.add_request(f"drain-{next(self._numbers)}", prompt, _sampling(eagle3_drain=True))
         while self._engine.has_unfinished_requests():
             self._step()
-        self._job.raise_failure()
 
     def _take_finished(self) -> Iterator[tuple[PlannedShard, FileEntry]]:
         for shard in list(self._unfinished):

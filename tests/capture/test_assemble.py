@@ -91,7 +91,7 @@ def test_unknown_and_repeated_samples_are_refused(tmp_path: Path) -> None:
 def test_a_shard_that_lacks_samples_is_named_when_all_should_be_there(tmp_path: Path) -> None:
     assembler = ShardAssembler(make_job(tmp_path), SAMPLES)
     add(assembler, 0)
-    with pytest.raises(CaptureError, match="no states for 1 samples of shard-00000.*: sample-001"):
+    with pytest.raises(CaptureError, match=r"no states for 1 samples of shard-00000.*: sample-001"):
         assembler.drain()
 
 

@@ -132,7 +132,8 @@ def test_damaged_and_missing_shards_are_remade_alone_and_alike(tmp_path: Path, t
     folder = capture_folder(spec)
     paths, before = sorted(folder.glob("*.safetensors")), stamps(folder)
     whole = [path.read_bytes() for path in paths]
-    damages = [whole[0][:-1], whole[1][:4], b"", whole[3] + b"\0", whole[4][:-9] + b"\1" + whole[4][-8:]]
+    one_bit = whole[4][:-9] + bytes([whole[4][-9] ^ 1]) + whole[4][-8:]
+    damages = [whole[0][:-1], whole[1][:4], b"", whole[3] + b"\0", one_bit]
     for path, content in zip(paths, damages, strict=False):
         path.write_bytes(content)
     paths[5].unlink()

@@ -111,7 +111,7 @@ def test_nan_and_inf_are_named_with_sample_layer_and_count(made: StepSpec, tmp_p
     spec = in_copied_store(made, tmp_path)
     change_shard(spec, 3, put("aux_states", 7, float("nan")))
     change_shard(spec, 6, put("final_states", 2, float("inf")))
-    with pytest.raises(VerificationError, match="2 bad samples.*at most 0"):
+    with pytest.raises(VerificationError, match=r"2 bad samples.*at most 0"):
         verify.run(verify_spec(spec), PROGRESS)
     allowed = in_copied_store(spec, tmp_path / "allowed", max_bad_samples=2)
     result = verify.run(verify_spec(allowed), PROGRESS)
@@ -131,7 +131,7 @@ def test_another_id_or_mask_behind_a_right_hash_is_found(spec: StepSpec) -> None
     change_shard(spec, 2, other_id)
     store = LocalStore(spec.config.store_path)
     assert store.is_intact(spec.outputs["capture"].ref)
-    with pytest.raises(VerificationError, match="sample-002 .*token ids differ .*1 places, first at 5"):
+    with pytest.raises(VerificationError, match=r"sample-002 .*token ids differ .*1 places, first at 5"):
         verify.run(verify_spec(spec), PROGRESS)
 
 
@@ -144,7 +144,7 @@ def test_a_row_less_behind_a_right_hash_is_found(spec: StepSpec) -> None:
         )  # fmt: skip
 
     change_shard(spec, 1, shorter)
-    with pytest.raises(VerificationError, match="sample-001 .*20 rows of states for 21 tokens"):
+    with pytest.raises(VerificationError, match=r"sample-001 .*20 rows of states for 21 tokens"):
         verify.run(verify_spec(spec), PROGRESS)
 
 
@@ -161,7 +161,7 @@ def test_a_final_state_after_the_norm_is_found(spec: StepSpec) -> None:
             index,
             lambda s: replace(s, final_states=s.final_states / s.final_states.norm(dim=1)[:, None]),
         )
-    with pytest.raises(VerificationError, match="capture id 8 is .* from its own layer"):
+    with pytest.raises(VerificationError, match=r"capture id 8 is .* from its own layer"):
         verify.run(verify_spec(spec), PROGRESS)
 
 
@@ -187,7 +187,7 @@ def test_final_states_of_the_layer_before_do_not_give_the_targets_tokens(spec: S
 
     for index in range(NUM_SAMPLES):
         change_shard(spec, index, earlier)
-    with pytest.raises(VerificationError, match="give the next token in 0.*min_next_token_agreement"):
+    with pytest.raises(VerificationError, match=r"give the next token in 0.*min_next_token_agreement"):
         verify.run(verify_spec(spec), PROGRESS)
 
 

@@ -1,0 +1,77 @@
+"""Drives the capture engine, in processes of its own, through requests that go wrong; prints JSON.
+
+`python -m tests.capture.vllm_faults SPEC`: an aborted and a foreign request among the samples, then a sample
+whose ids differ from the dataset's.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from eagle3_core.capture import extract
+from eagle3_core.capture.job import CaptureJob, capture_layout, open_session
+from eagle3_core.capture.vllm_engine import VllmDriver, capture_with_vllm
+from eagle3_core.contracts import StepSpec
+from eagle3_core.errors import CaptureError
+from eagle3_core.store.dataset import read_dataset
+from eagle3_core.store.local import LocalStore
+from eagle3_core.store.shards import plan_shards
+from eagle3_core.target.info import inspect_target
+
+
+def main(spec: StepSpec) -> None:
+    """Capture with faults and print which shards came and what the error said."""
+    store = LocalStore(spec.config.store_path)
+    folder = store.folder(spec.inputs["dataset"])
+    samples, info = read_dataset(folder), inspect_target(Path(spec.target_path))
+    layout = capture_layout(spec.config, info)
+    shards = plan_shards(samples, layout, int(spec.config.capture.shard_bytes))
+    job = CaptureJob(
+        engine="vllm-under-test",
+        dataset_folder=str(folder),
+        folder=str(store.folder(spec.outputs["capture"].ref)),
+        layout=layout,
+        shards=tuple(shards),
+    )
+    open_session(job)
+    sent = list(samples)
+    changed = sent[-1].input_ids.copy()
+    changed[3] = 7 if changed[3] != 7 else 8
+    sent[-1] = replace(sent[-1], input_ids=changed)
+    VllmDriver.run = run_with_intruders  # type: ignore[method-assign]
+    came, message = [], None
+    try:
+        for shard, _ in capture_with_vllm(spec.config, info, job, sent, lambda count: None):
+            came.append(shard.file_name)
+    except CaptureError as error:
+        message = str(error)
+    print(json.dumps({"came": came, "message": message, "last": shards[-1].file_name}), flush=True)
+
+
+original_run = VllmDriver.run
+
+
+def run_with_intruders(self: VllmDriver):  # type: ignore[no-untyped-def]
+    """The driver's run after an aborted request for a sample and one that names no sample."""
+    from vllm import SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    from eagle3_core.capture.vllm_engine import _sampling
+
+    prompt = TokensPrompt(prompt_token_ids=self._samples[0].input_ids.tolist())
+    aborted = self._engine.add_request("aborted", prompt, _sampling(eagle3_sample=self._samples[0].key))
+    self._engine.abort_request([aborted or "aborted"])
+    self._engine.add_request("foreign", prompt, SamplingParams(max_tokens=3, temperature=0.0))
+    yield from original_run(self)
+
+
+if __name__ == "__main__":
+    assert extract  # imported like in the step, before vLLM
+    main(StepSpec.model_validate_json(Path(sys.argv[1]).read_text()))
+    sys.stdout.flush()
+    import os
+
+    os._exit(0)
