@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from prefect import flow, get_run_logger
 from prefect.runtime import flow_run
+from prefect.states import Cancelled
 from pydantic import Field
 
 from eagle3_core.config import STAGES, RunConfig, Stage, parse_stages
@@ -24,6 +25,7 @@ from tasks.plan import plan
 from tasks.preflight import preflight
 from tasks.prepare import prepare
 from tasks.report import report
+from tasks.reporting import RunCancelled
 from tasks.train import train
 from tasks.verify import verify
 
@@ -45,17 +47,20 @@ StageList = Annotated[
 
 
 @flow(name="eagle3", flow_run_name="{config.name}", persist_result=False)
-def eagle3(config: RunConfig, stages: StageList = list(STAGES)) -> dict[str, Any]:  # noqa: B006
+def eagle3(config: RunConfig, stages: StageList = list(STAGES)) -> Any:  # noqa: B006
     """Run stages of the pipeline, one after the other; the first failure ends the run.
 
     What the store already holds, complete and with matching hashes, is reused.
     """
     wanted = parse_stages(stages)
-    with recorded_run(config, wanted) as run:
-        outcomes = [
-            TASKS[stage].with_options(retries=config.limits.step_retries)(config, run.run_id)
-            for stage in wanted
-        ]
+    try:
+        with recorded_run(config, wanted) as run:
+            outcomes = [
+                TASKS[stage].with_options(retries=config.limits.step_retries)(config, run.run_id)
+                for stage in wanted
+            ]
+    except RunCancelled as cancelled:
+        return Cancelled(message=str(cancelled))
     return {"run_id": run.run_id, "folder": str(run.path), "stages": outcomes}
 
 

@@ -73,6 +73,7 @@ def start_server(config: RunConfig) -> EmbeddedServer | None:
 
 
 def _run_flow(config: RunConfig, stages: list[Stage], server: EmbeddedServer | None) -> int:
+    from prefect.exceptions import CancelledRun
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
     from flows.eagle3 import eagle3
@@ -86,10 +87,11 @@ def _run_flow(config: RunConfig, stages: list[Stage], server: EmbeddedServer | N
     settings: dict[Any, Any] = {PREFECT_API_URL: server.api_url} if server else {}
     try:
         with temporary_settings(updates=settings):
-            run = eagle3(config=config, stages=stages)
-    except KeyboardInterrupt:
+            run: Any = eagle3(config=config, stages=stages)
+    except (KeyboardInterrupt, CancelledRun) as ended:
         terminal.close()
-        print("eagle3: interrupted; the same command goes on where this ended", file=sys.stderr)
+        how = "cancelled" if isinstance(ended, CancelledRun) else "interrupted"
+        print(f"eagle3: {how}; the same command goes on where this ended", file=sys.stderr)
         return EXIT_INTERRUPTED
     finally:
         terminal.close()
