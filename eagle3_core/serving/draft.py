@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from eagle3_core.data.vocabulary import VOCABULARY_FILE
 from eagle3_core.errors import ExportError
 
 if TYPE_CHECKING:
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 
 CHECKPOINT_WEIGHTS = "model.safetensors"
 CHECKPOINT_CONFIG = "config.json"
-VOCABULARY_FILE = "vocabulary.safetensors"
 MAPPING_NAMES = ("d2t", "t2d")
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 """Options that engines and speculators default differently, so they are always written."""
