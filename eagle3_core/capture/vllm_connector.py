@@ -1,12 +1,9 @@
 """The KV connector through which an unpatched vLLM hands over captured hidden states.
 
-Legend: S tokens of a sample, L captured ids, H hidden size, T tokens of a cache block.
-
 vLLM's `extract_hidden_states` method writes the states of each token into a cache group of their own. vLLM
 makes this connector twice: beside the scheduler, where a finished request's block ids are noted and its
-blocks kept from being freed, and in every worker, where rank 0 copies the rows out of these blocks into the
-memory of their shard. A request names its sample and carries nothing else; a request that asks for `drain`
-is answered only after all states of requests that finished before it are on disk.
+blocks kept from being freed (`RequestLog`), and in every worker, where rank 0 copies the rows out of these
+blocks into the memory of their shard (`StatesWorker`).
 
 Loaded by `kv_connector="ShardConnector", kv_connector_module_path="eagle3_core.capture.vllm_connector"`; see
 `eagle3_core.capture.vllm_engine` for the driver.
@@ -14,11 +11,8 @@ Loaded by `kv_connector="ShardConnector", kv_connector_module_path="eagle3_core.
 
 from __future__ import annotations
 
-import contextlib
-import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,12 +27,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.kv_cache_interface import HiddenStateCacheSpec, UniformTypeKVCacheSpecs
 
-from eagle3_core.capture.assemble import ShardAssembler, fill
 from eagle3_core.capture.cache_layout import required_layout_name, token_first_view
 from eagle3_core.capture.job import CaptureJob
+from eagle3_core.capture.request_log import FinishedRequest, RequestLog
+from eagle3_core.capture.states_worker import StatesWorker
 from eagle3_core.errors import CaptureError
-from eagle3_core.store.dataset import read_dataset
-from eagle3_core.store.files import folder_lock
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -46,26 +39,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
     from vllm.v1.request import Request
 
-logger = logging.getLogger(__name__)
-
 JOB_KEY = "job"
-SAMPLE_PARAMETER = "eagle3_sample"
-DRAIN_PARAMETER = "eagle3_drain"
-
-
-@dataclass(frozen=True)
-class FinishedRequest:
-    """What the worker must know of a finished request.
-
-    `num_rows` counts the prompt rows that the engine computed in this request; tokens found in a prefix
-    cache have no row.
-    """
-
-    request_id: str
-    sample: str
-    token_ids: list[int]
-    num_rows: int
-    block_ids: list[int]
 
 
 @dataclass
@@ -86,8 +60,7 @@ class ShardConnector(KVConnectorBase_V1, SupportsHMA):
         extra = self._kv_transfer_config.kv_connector_extra_config
         self._job = CaptureJob.model_validate(extra[JOB_KEY])
         self._group, self._block_size = find_states_group(kv_cache_config)
-        self._finished: list[FinishedRequest] = []
-        self._cached_tokens: dict[str, int] = {}
+        self._requests = RequestLog()
         self._worker: StatesWorker | None = None
 
     @property
@@ -117,27 +90,12 @@ class ShardConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Requests that finished since the last step, and whether this step must wait for the disk."""
-        new_requests = scheduler_output.scheduled_new_reqs
-        parameters = [_parameters(new.sampling_params) for new in new_requests]
-        self._cached_tokens |= {new.req_id: new.num_computed_tokens for new in new_requests}
-        finished, self._finished = self._finished, []
-        return StepMetadata(finished, any(p.get(DRAIN_PARAMETER) for p in parameters))
+        drain = self._requests.started(scheduler_output.scheduled_new_reqs)
+        return StepMetadata(self._requests.take(), drain)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Note a finished request; True keeps its blocks until `get_finished` names it.
-
-        Requests without a sample (warm-up, drain) and requests that were aborted before all of their prompt
-        was computed leave nothing behind.
-        """
-        sample = (request.kv_transfer_params or {}).get(SAMPLE_PARAMETER)
-        cached = self._cached_tokens.pop(request.request_id, 0)
-        token_ids = list(request.prompt_token_ids or ())
-        if sample is None or not block_ids or request.num_computed_tokens < len(token_ids):
-            return False, None
-        self._finished.append(
-            FinishedRequest(request.request_id, sample, token_ids, len(token_ids) - cached, list(block_ids))
-        )
-        return True, None
+        """Note a finished request; True keeps its blocks until `get_finished` names it."""
+        return self._requests.finished(request, block_ids), None
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
@@ -183,89 +141,13 @@ class ShardConnector(KVConnectorBase_V1, SupportsHMA):
             return None, None
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, StepMetadata)
-        return self._worker.step(metadata) or None, None
+        return self._worker.step(metadata.finished, metadata.drain) or None, None
 
     def shutdown(self) -> None:
         """End the writing thread and free the session folder."""
         if self._worker is not None:
             self._worker.close()
             self._worker = None
-
-
-class StatesWorker:
-    """Copies rows [S, L, H] out of the cache and passes them on to the assembler.
-
-    Args:
-        job: what is captured.
-        cache: the cache of captured states as [blocks, T, L, H].
-
-    After a failure, which is recorded for the driver, it copies nothing more but still names every request
-    as finished, so that the engine does not wait for ever.
-    """
-
-    def __init__(self, job: CaptureJob, cache: torch.Tensor) -> None:
-        if str(cache.dtype) != f"torch.{job.layout.dtype}":
-            raise CaptureError(f"vLLM holds captured states as {cache.dtype}", expected=job.layout.dtype)
-        self._job, self._cache = job, cache
-        self._stream = torch.cuda.Stream(cache.device) if cache.is_cuda else None
-        self._exit = contextlib.ExitStack()
-        self._exit.enter_context(folder_lock(job.session))
-        samples = read_dataset(Path(job.dataset_folder))
-        self._assembler = ShardAssembler(job, samples, pin_memory=cache.is_cuda)
-        self._exit.callback(self._assembler.close)
-        self._copies: list[tuple[FinishedRequest, torch.cuda.Event | None]] = []
-        self._failed = False
-
-    def step(self, metadata: StepMetadata) -> set[str]:
-        """Handle one engine step; returns the ids of requests whose blocks may be freed."""
-        try:
-            if not self._failed:
-                for request in metadata.finished:
-                    self._copies.append((request, self._begin_copy(request)))
-                done = self._confirm(wait=metadata.drain)
-                if metadata.drain:
-                    self._assembler.drain()
-                return done
-        except Exception as error:
-            logger.exception("capture failed in the engine's worker")
-            self._job.record_failure(error)
-            self._failed = True
-        done = {request.request_id for request, _ in self._copies}
-        self._copies.clear()
-        return done | {request.request_id for request in metadata.finished}
-
-    def close(self) -> None:
-        """End the writing thread and free the session folder."""
-        self._exit.close()
-
-    def _begin_copy(self, request: FinishedRequest) -> torch.cuda.Event | None:
-        num_tokens, capacity = len(request.token_ids), len(request.block_ids) * self._cache.shape[1]
-        place = self._assembler.place(request.sample, request.token_ids, min(request.num_rows, capacity))
-        if self._stream is None:
-            fill(place, self._rows(torch.tensor(request.block_ids), num_tokens))
-            return None
-        blocks = torch.tensor(request.block_ids, pin_memory=True)
-        self._stream.wait_stream(torch.cuda.current_stream(self._cache.device))
-        with torch.cuda.stream(self._stream):
-            fill(place, self._rows(blocks.to(self._cache.device, non_blocking=True), num_tokens))
-            return self._stream.record_event()
-
-    def _rows(self, blocks: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        return self._cache[blocks].flatten(0, 1)[:num_tokens]
-
-    def _confirm(self, wait: bool) -> set[str]:
-        done: set[str] = set()
-        waiting = []
-        for request, event in self._copies:
-            if event is not None and wait:
-                event.synchronize()
-            if event is None or event.query():
-                self._assembler.filled(request.sample)
-                done.add(request.request_id)
-            else:
-                waiting.append((request, event))
-        self._copies = waiting
-        return done
 
 
 def find_states_group(kv_cache_config: KVCacheConfig) -> tuple[int, int]:
@@ -311,8 +193,3 @@ def _states_cache(vllm_config: VllmConfig, kv_caches: dict[str, torch.Tensor]) -
     if len(layers) != 1:
         raise CaptureError(f"vLLM registered {len(layers)} caches of captured states", expected="one")
     return kv_caches[next(iter(layers))]
-
-
-def _parameters(sampling_params: Any) -> dict[str, Any]:
-    extra = getattr(sampling_params, "extra_args", None) or {}
-    return extra.get("kv_transfer_params") or {}

@@ -1,17 +1,17 @@
 """Drives the capture engine, in processes of its own, through requests that go wrong; prints JSON.
 
-`python -m tests.capture.vllm_faults SPEC`: an aborted and a foreign request among the samples, then a sample
-whose ids differ from the dataset's.
+`python -m tests.capture.vllm_faults SPEC`: requests that name no sample, one of them aborted, among the
+samples, then a sample whose ids differ from the dataset's.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
 
-from eagle3_core.capture import extract
 from eagle3_core.capture.job import CaptureJob, capture_layout, open_session
 from eagle3_core.capture.vllm_engine import VllmDriver, capture_with_vllm
 from eagle3_core.contracts import StepSpec
@@ -55,23 +55,18 @@ original_run = VllmDriver.run
 
 
 def run_with_intruders(self: VllmDriver):  # type: ignore[no-untyped-def]
-    """The driver's run after an aborted request for a sample and one that names no sample."""
+    """The driver's run after two requests that name no sample, one of them aborted."""
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt
 
-    from eagle3_core.capture.vllm_engine import _sampling
-
     prompt = TokensPrompt(prompt_token_ids=self._samples[0].input_ids.tolist())
-    aborted = self._engine.add_request("aborted", prompt, _sampling(eagle3_sample=self._samples[0].key))
-    self._engine.abort_request([aborted or "aborted"])
-    self._engine.add_request("foreign", prompt, SamplingParams(max_tokens=3, temperature=0.0))
+    for name in ("aborted", "foreign"):
+        self._engine.add_request(name, prompt, SamplingParams(max_tokens=3, temperature=0.0))
+    self._engine.abort_request(["aborted"])
     yield from original_run(self)
 
 
 if __name__ == "__main__":
-    assert extract  # imported like in the step, before vLLM
     main(StepSpec.model_validate_json(Path(sys.argv[1]).read_text()))
     sys.stdout.flush()
-    import os
-
     os._exit(0)

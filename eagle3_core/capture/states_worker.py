@@ -1,0 +1,106 @@
+"""Copies captured states out of the engine's cache, on the CPU or from a GPU; imports no engine.
+
+Legend: S tokens of a sample, L captured ids, H hidden size, T tokens of a cache block.
+
+From a GPU the rows are gathered and copied on a stream of their own into page-locked memory, after what the
+engine has already queued; an event tells when the copy is done, and only then are the blocks given back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from eagle3_core.capture.assemble import ShardAssembler, fill
+from eagle3_core.capture.job import CaptureJob
+from eagle3_core.capture.request_log import FinishedRequest
+from eagle3_core.errors import CaptureError
+from eagle3_core.store.dataset import read_dataset
+from eagle3_core.store.files import folder_lock
+
+logger = logging.getLogger(__name__)
+
+
+class StatesWorker:
+    """Copies rows [S, L, H] out of the cache and passes them on to the assembler.
+
+    Args:
+        job: what is captured.
+        cache: the cache of captured states as [blocks, T, L, H].
+
+    After a failure, which is recorded for the driver, it copies nothing more but still names every request
+    as finished, so that the engine does not wait for ever.
+    """
+
+    def __init__(self, job: CaptureJob, cache: torch.Tensor) -> None:
+        if str(cache.dtype) != f"torch.{job.layout.dtype}":
+            raise CaptureError(f"vLLM holds captured states as {cache.dtype}", expected=job.layout.dtype)
+        self._job, self._cache = job, cache
+        self._stream = torch.cuda.Stream(cache.device) if cache.is_cuda else None
+        self._exit = contextlib.ExitStack()
+        self._exit.enter_context(folder_lock(job.session))
+        samples = read_dataset(Path(job.dataset_folder))
+        self._assembler = ShardAssembler(job, samples, pin_memory=cache.is_cuda)
+        self._exit.callback(self._assembler.close)
+        self._copies: list[tuple[FinishedRequest, torch.cuda.Event | None]] = []
+        self._failed = False
+
+    def step(self, finished: Sequence[FinishedRequest], drain: bool) -> set[str]:
+        """Handle one engine step; returns the ids of requests whose blocks may be freed.
+
+        Args:
+            finished: requests that have finished since the last step.
+            drain: wait until all of their shards are on disk.
+        """
+        try:
+            if not self._failed:
+                for request in finished:
+                    self._copies.append((request, self._begin_copy(request)))
+                done = self._confirm(wait=drain)
+                if drain:
+                    self._assembler.drain()
+                return done
+        except Exception as error:
+            logger.exception("capture failed in the engine's worker")
+            self._job.record_failure(error)
+            self._failed = True
+        done = {request.request_id for request, _ in self._copies}
+        self._copies.clear()
+        return done | {request.request_id for request in finished}
+
+    def close(self) -> None:
+        """End the writing thread and free the session folder."""
+        self._exit.close()
+
+    def _begin_copy(self, request: FinishedRequest) -> torch.cuda.Event | None:
+        num_tokens, capacity = len(request.token_ids), len(request.block_ids) * self._cache.shape[1]
+        place = self._assembler.place(request.sample, request.token_ids, min(request.num_rows, capacity))
+        if self._stream is None:
+            fill(place, self._rows(torch.tensor(request.block_ids), num_tokens))
+            return None
+        blocks = torch.tensor(request.block_ids, pin_memory=True)
+        self._stream.wait_stream(torch.cuda.current_stream(self._cache.device))
+        with torch.cuda.stream(self._stream):
+            fill(place, self._rows(blocks.to(self._cache.device, non_blocking=True), num_tokens))
+            return self._stream.record_event()
+
+    def _rows(self, blocks: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        return self._cache[blocks].flatten(0, 1)[:num_tokens]
+
+    def _confirm(self, wait: bool) -> set[str]:
+        done: set[str] = set()
+        waiting = []
+        for request, event in self._copies:
+            if event is not None and wait:
+                event.synchronize()
+            if event is None or event.query():
+                self._assembler.filled(request.sample)
+                done.add(request.request_id)
+            else:
+                waiting.append((request, event))
+        self._copies = waiting
+        return done
