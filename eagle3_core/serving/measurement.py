@@ -4,7 +4,8 @@ Outputs are compared between the runs at `benchmark.concurrency`, and speed is t
 at a time. The two are kept apart because a CPU multiplies one or two rows by another kernel than four or
 more, which rounds bf16 differently: with SmolLM2-135M, 13 of 32 outputs of 64 tokens decoded one at a time
 differ from those of the same engine at 32 sequences, but only 3 of 96 between the engines without and with a
-draft at 32, all of them ties. A pass over drafted tokens has K + 1 rows at least, so the baseline gets `MIN_ROWS` too.
+draft at 32, all of them ties. A pass over drafted tokens has K + 1 rows at least, so the baseline gets
+`MIN_ROWS` too.
 """
 
 from __future__ import annotations
