@@ -132,7 +132,7 @@ class _LineHandler(logging.Handler):
         self._reporter = reporter
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._reporter.line(f"{record.levelname} {record.getMessage()}")
+        self._reporter.line(f"{record.levelname} {record.name}: {record.getMessage()}")
 
 
 def describe(event: ProgressEvent) -> str:

@@ -16,6 +16,7 @@ from eagle3_core.contracts import ProgressEvent
 from eagle3_core.pipeline import StageOutcome
 
 PLAIN_PROGRESS_SECONDS = 15.0
+OWN_LOGGER = "eagle3_core"
 
 
 class Terminal:
@@ -65,7 +66,8 @@ class RichTerminal(Terminal):
         self._last_plain = time.monotonic()
 
     def line(self, stage: Stage, text: str, level: int) -> None:
-        if level >= logging.WARNING:
+        """Errors, and warnings of our own; an engine's warnings are in the log."""
+        if level >= logging.ERROR or (level >= logging.WARNING and OWN_LOGGER in text):
             style = "red" if level >= logging.ERROR else "yellow"
             self._console.print(f"  {text}", style=style, markup=False, highlight=False)
 

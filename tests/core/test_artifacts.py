@@ -1,0 +1,77 @@
+"""Ids, manifests and identities."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+from pydantic import ValidationError
+
+from eagle3_core.artifacts import (
+    ArtifactPlan,
+    ArtifactRef,
+    FileEntry,
+    Manifest,
+    canonical_json,
+    differing_keys,
+    identity_hash,
+    provenance,
+)
+from eagle3_core.errors import StoreError
+
+
+def test_an_id_is_the_hash_of_kind_and_identity():
+    text = b'{"identity":{"a":1,"b":[2]},"kind":"dataset"}'
+    assert identity_hash("dataset", {"b": [2], "a": 1}) == hashlib.sha256(text).hexdigest()[:16]
+
+
+def test_the_order_of_keys_does_not_matter_and_the_kind_does():
+    assert identity_hash("dataset", {"a": 1, "b": 2}) == identity_hash("dataset", {"b": 2, "a": 1})
+    assert identity_hash("dataset", {"a": 1}) != identity_hash("capture", {"a": 1})
+
+
+def test_canonical_json_keeps_text_as_it_is():
+    assert canonical_json({"ü": 1.5, "a": None}) == '{"a":null,"ü":1.5}'.encode()
+
+
+def test_a_reference_reads_what_it_writes():
+    ref = ArtifactRef(kind="capture", id="0123456789abcdef")
+    assert ArtifactRef.parse(str(ref)) == ref
+
+
+@pytest.mark.parametrize("text", ["capture", "nothing/0123456789abcdef", "capture/0123", ""])
+def test_what_names_no_artifact_is_refused_with_the_kinds(text):
+    with pytest.raises(StoreError, match="KIND one of target, conversations, dataset"):
+        ArtifactRef.parse(text)
+
+
+def test_an_id_of_other_characters_is_refused():
+    with pytest.raises(ValidationError):
+        ArtifactRef(kind="capture", id="../../etc/passwd")
+
+
+def test_differences_are_listed_leaf_by_leaf():
+    ours = {"a": 1, "b": {"c": 2, "d": 3}, "e": 4}
+    theirs = {"a": 1, "b": {"c": 5, "d": 3}, "f": 6}
+    assert differing_keys(ours, theirs) == ["b.c: 2 != 5", "e: 4 != None", "f: None != 6"]
+
+
+def test_a_plan_knows_its_name_before_the_work_starts():
+    plan = ArtifactPlan(kind="dataset", identity={"a": 1})
+    assert plan.ref == ArtifactRef(kind="dataset", id=identity_hash("dataset", {"a": 1}))
+
+
+def test_provenance_is_no_part_of_an_identity():
+    entry = FileEntry(path="f", bytes=3, xxh3_128="0")
+    manifest = Manifest(
+        ref=ArtifactPlan(kind="dataset", identity={"a": 1}).ref,
+        state="complete",
+        identity={"a": 1},
+        parents={},
+        files=(entry,),
+        provenance=provenance("some-run", 1.5),
+    )
+    assert manifest.bytes == 3
+    assert manifest.file("f") == entry
+    assert manifest.file("g") is None
+    assert identity_hash(manifest.ref.kind, manifest.identity) == manifest.ref.id

@@ -1,0 +1,133 @@
+"""Profiles and overrides: what is accepted, and what one line says about the rest."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from eagle3_core.config import (
+    PROJECT_ROOT,
+    STAGES,
+    RunConfig,
+    find_profile,
+    load_profile,
+    parse_config,
+    parse_stages,
+    resolve_path,
+)
+from eagle3_core.errors import ConfigError
+
+MINIMAL = {"name": "a", "target": {"model": "m"}}
+
+
+def refusal(**changes) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(MINIMAL | changes, source="profile.yaml")
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_an_unknown_key_is_named_with_its_section():
+    assert refusal(train={"epochs": 3}).startswith("profile.yaml: unknown key train.epochs; ")
+
+
+def test_a_wrong_type_says_what_was_found():
+    assert "train.num_epochs: Input should be a valid integer" in refusal(train={"num_epochs": "x"})
+    assert "(found 'x')" in refusal(train={"num_epochs": "x"})
+
+
+def test_a_value_out_of_range_is_refused():
+    assert "data.max_length" in refusal(data={"max_length": 2})
+
+
+def test_every_wrong_field_is_listed_at_once():
+    text = refusal(train={"num_epochs": 0}, draft={"vocab_size": 1}, nonsense=1)
+    assert all(part in text for part in ("train.num_epochs", "draft.vocab_size", "unknown key nonsense"))
+
+
+def test_a_missing_field_is_named():
+    with pytest.raises(ConfigError, match=r"target\.model is missing"):
+        parse_config({"name": "a", "target": {}})
+
+
+def test_settings_that_exclude_each_other_are_refused():
+    assert "norm_before_fc and fc_norm exclude each other" in refusal(
+        draft={"norm_before_fc": True, "fc_norm": True}
+    )
+
+
+def test_byte_sizes_are_read_with_their_unit():
+    config = parse_config(MINIMAL | {"capture": {"shard_bytes": "32MiB"}})
+    assert config.capture.shard_bytes == 32 << 20
+
+
+def test_a_configuration_cannot_be_changed():
+    config = parse_config(MINIMAL)
+    with pytest.raises(ValidationError):
+        config.name = "b"
+
+
+def test_a_configuration_survives_json():
+    config = load_profile("smollm2-135m-demo")
+    assert RunConfig.model_validate(config.model_dump(mode="json")) == config
+
+
+def test_overrides_reach_nested_fields_with_their_type():
+    config = load_profile("smollm2-135m-demo", ["train.num_epochs=2", "limit=10", "target.revision=null"])
+    assert (config.train.num_epochs, config.limit, config.target.revision) == (2, 10, None)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.num_epochs", "expected `section.field=value`"),
+        ("=3", "expected `section.field=value`"),
+        ("name.x=3", "name is not a section"),
+        ("train.nothing=3", "unknown key train.nothing"),
+    ],
+)
+def test_a_bad_override_is_refused(override, message):
+    with pytest.raises(ConfigError, match=message):
+        load_profile("smollm2-135m-demo", [override])
+
+
+def test_a_profile_is_found_by_name_and_by_path():
+    path = PROJECT_ROOT / "deployments" / "profiles" / "smollm2-135m-demo.yaml"
+    assert find_profile("smollm2-135m-demo") == path
+    assert find_profile(path) == path
+
+
+@pytest.mark.parametrize("content", ["- a\n- b\n", "a: [", ""])
+def test_a_profile_that_is_no_mapping_is_refused(tmp_path, content):
+    path = tmp_path / "p.yaml"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=r"p\.yaml"):
+        load_profile(path)
+
+
+def test_stages_come_in_pipeline_order():
+    assert parse_stages(["train", " extract "]) == ("extract", "train")
+    assert parse_stages(STAGES) == STAGES
+
+
+@pytest.mark.parametrize("names", [[], ["nothing"], ["train", "exprot"]])
+def test_unknown_and_missing_stages_are_refused(names):
+    with pytest.raises(ConfigError, match="expected some of preflight, plan"):
+        parse_stages(names)
+
+
+def test_relative_paths_are_below_the_checkout(tmp_path):
+    assert resolve_path("workspace") == PROJECT_ROOT / "workspace"
+    assert resolve_path(str(tmp_path)) == tmp_path
+
+
+def test_every_field_says_what_it_means():
+    schema = RunConfig.model_json_schema()
+    sections = [schema, *schema["$defs"].values()]
+    silent = [
+        f"{section['title']}.{name}"
+        for section in sections
+        for name, field in section.get("properties", {}).items()
+        if not field.get("description")
+    ]
+    assert silent == []

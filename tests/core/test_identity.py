@@ -1,0 +1,156 @@
+"""What each id depends on, and that a change of output without a new STEP_VERSION is noticed."""
+
+from __future__ import annotations
+
+import pytest
+
+from eagle3_core import identity
+from eagle3_core.artifacts import ArtifactRef
+from eagle3_core.config import RunConfig, parse_config
+from eagle3_core.errors import DataError, TargetError
+from eagle3_core.target.info import TargetInfo, TensorPlace
+
+PLACE = TensorPlace(name="w", file="model.safetensors", shape=(64, 16), dtype="F32")
+TARGET = TargetInfo(
+    path="/t",
+    architecture="LlamaForCausalLM",
+    model_type="llama",
+    num_layers=8,
+    hidden_size=16,
+    vocab_size=64,
+    tied_embeddings=True,
+    max_position_embeddings=512,
+    dtype=None,
+    quantization=None,
+    weights_bytes=1,
+    fingerprint="f" * 32,
+    tokenizer_fingerprint="e" * 32,
+    embedding=PLACE,
+    norm=PLACE,
+    lm_head=PLACE,
+    text_config={},
+)
+REF = ArtifactRef(kind="capture", id="0" * 16)
+
+
+@pytest.fixture
+def document(tmp_path):
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text('{"messages": []}\n')
+    return {"name": "a", "target": {"model": "m"}, "data": {"prompts": [str(prompts)]}}
+
+
+def ids(config: RunConfig, target: TargetInfo = TARGET, engine: str = "vllm 1.0") -> dict[str, str]:
+    """Every id of a run, the dataset's content assumed."""
+    conversations = identity.plan_conversations(config, target, engine)
+    dataset = identity.plan_dataset(config, target, conversations.ref)
+    vocabulary = identity.plan_vocabulary(config, target, dataset.ref)
+    capture = identity.plan_capture(config, target, dataset.ref, "c" * 32, engine)
+    checkpoint = identity.plan_checkpoint(config, target, capture.ref, vocabulary.ref)
+    export = identity.plan_export(config, checkpoint.ref)
+    plans = [
+        conversations,
+        dataset,
+        vocabulary,
+        capture,
+        identity.plan_verification(config, capture.ref),
+        checkpoint,
+        export,
+        identity.plan_benchmark(config, export.ref, dataset.ref, engine),
+    ]
+    return {plan.kind: plan.ref.id for plan in plans}
+
+
+def changed(document, key, value, **options):
+    """Kinds whose id changes with one field."""
+    before = ids(parse_config(document))
+    section, _, field = key.rpartition(".")
+    inner = dict(document.get(section, {})) if section else {}
+    new = document | ({section: inner | {field: value}} if section else {field: value})
+    after = ids(parse_config(new), **options)
+    return [kind for kind in before if before[kind] != after[kind]]
+
+
+ALL = [
+    "conversations", "dataset", "vocabulary", "capture", "verification", "checkpoint", "export", "benchmark",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "kinds"),
+    [
+        ("name", "b", []),
+        ("workspace", "/elsewhere", []),
+        ("limits.step_retries", 5, []),
+        ("train.checkpoint_every_seconds", 5.0, []),
+        ("engine.max_num_seqs", 7, []),
+        ("benchmark.min_acceptance_length", 2.0, []),
+        ("limit", 10, [kind for kind in ALL if kind not in ("capture", "verification")]),
+        ("target.dtype", "float32", ALL),
+        ("target.aux_layer_ids", [1, 3, 6], ["capture", "verification", "checkpoint", "export", "benchmark"]),
+        ("capture.final_state", "all", ["capture", "verification", "checkpoint", "export", "benchmark"]),
+        ("verify.samples_per_shard", 3, ["verification"]),
+        ("train.learning_rate", 1e-3, ["checkpoint", "export", "benchmark"]),
+        ("draft.vocab_size", 32, ["vocabulary", "checkpoint", "export", "benchmark"]),
+        ("export.include_embedding", True, ["export", "benchmark"]),
+        ("benchmark.concurrency", 2, ["benchmark"]),
+    ],
+)
+def test_a_field_changes_the_ids_that_it_determines_and_no_other(document, key, value, kinds):
+    assert changed(document, key, value) == kinds
+
+
+def test_the_content_of_prompts_counts_and_not_their_path(document, tmp_path):
+    before = ids(parse_config(document))
+    copy = tmp_path / "copy.jsonl"
+    copy.write_text('{"messages": []}\n')
+    assert ids(parse_config(document | {"data": {"prompts": [str(copy)]}})) == before
+    copy.write_text('{"messages": [1]}\n')
+    assert ids(parse_config(document | {"data": {"prompts": [str(copy)]}}))["dataset"] != before["dataset"]
+
+
+@pytest.mark.parametrize("field", ["fingerprint", "tokenizer_fingerprint", "quantization"])
+def test_another_target_gives_other_ids(document, field):
+    other = TARGET.model_copy(update={field: "other"})
+    before, after = ids(parse_config(document)), ids(parse_config(document), other)
+    assert all(before[kind] != after[kind] for kind in ALL)
+
+
+def test_another_engine_version_gives_other_states(document):
+    before = ids(parse_config(document))
+    after = ids(parse_config(document), engine="vllm 1.1")
+    assert before["capture"] != after["capture"]
+
+
+def test_equal_content_gives_the_same_capture_whatever_made_it(document):
+    config = parse_config(document)
+    other = ArtifactRef(kind="dataset", id="1" * 16)
+    first = identity.plan_capture(config, TARGET, REF, "c" * 32, "e")
+    second = identity.plan_capture(config, TARGET, other, "c" * 32, "e")
+    assert first.ref == second.ref
+    assert second.parents == {"dataset": other}
+
+
+def test_a_raised_step_version_gives_a_new_id(document, monkeypatch):
+    before = ids(parse_config(document))
+    monkeypatch.setitem(identity.STEP_VERSION, "checkpoint", identity.STEP_VERSION["checkpoint"] + 1)
+    after = ids(parse_config(document))
+    assert [kind for kind in ALL if before[kind] != after[kind]] == ["checkpoint", "export", "benchmark"]
+
+
+def test_a_draft_vocabulary_larger_than_the_targets_is_refused(document):
+    config = parse_config(document | {"draft": {"vocab_size": 65}})
+    with pytest.raises(DataError, match=r"draft\.vocab_size is 65; expected at most the target's 64"):
+        identity.draft_vocab_size(config, TARGET)
+
+
+def test_a_missing_prompt_file_is_refused(document):
+    config = parse_config(document | {"data": {"prompts": ["/nowhere.jsonl"]}})
+    with pytest.raises(DataError, match=r"/nowhere\.jsonl, which is not a file"):
+        identity.prompt_files(config)
+
+
+def test_layer_ids_that_cannot_be_captured_are_refused(document):
+    config = parse_config(document | {"target": {"model": "m", "aux_layer_ids": [1, 1, 3]}})
+    with pytest.raises(TargetError, match="3 distinct, increasing ids from 0 to 7"):
+        identity.plan_capture(config, TARGET, REF, "c", "e")
