@@ -9,6 +9,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from eagle3_core.config import RunConfig
+from eagle3_core.contracts import EngineInfoResult, EngineInfoSpec
 from eagle3_core.errors import ConfigError, Eagle3Error, HostError, TargetError
 from eagle3_core.estimate import GIB
 from eagle3_core.host.engine_environment import openmp_library
@@ -20,11 +21,13 @@ from eagle3_core.host.inspect import (
     free_disk_bytes,
     inspect_host,
 )
-from eagle3_core.host.process import engine_interpreter
+from eagle3_core.host.process import engine_interpreter, run_step
 from eagle3_core.identity import draft_vocab_size, prompt_files
 from eagle3_core.target.info import TargetInfo, inspect_target
 from eagle3_core.target.layers import resolve_aux_layer_ids
 from eagle3_core.target.locate import is_builtin, target_folder
+
+DEVICE_QUERY_SECONDS = 180.0
 
 
 class Check(BaseModel):
@@ -123,6 +126,27 @@ def _check_openmp(config: RunConfig) -> str:
     return f"{library}" if library else "libiomp5 is not in the engine environment: vLLM will be slower"
 
 
+def _check_devices(config: RunConfig) -> str:
+    """Ask the engine environment for its GPUs; torch is imported there, no model is loaded."""
+    if config.engine.device == "cpu":
+        return "the CPU"
+    info: EngineInfoResult = run_step(
+        "engine_info",
+        EngineInfoSpec(),
+        engine=config.engine,
+        folder=config.workspace_path / "cache" / "logs",
+        timeout_seconds=DEVICE_QUERY_SECONDS,
+    )
+    wanted = config.engine.tensor_parallel_size
+    if len(info.device_names) < wanted:
+        raise HostError(
+            f"the engine environment sees {len(info.device_names)} GPUs",
+            expected=f"at least engine.tensor_parallel_size = {wanted}",
+            remedy="set engine.device to cpu, or check driver, CUDA_VISIBLE_DEVICES and the build of torch",
+        )
+    return ", ".join(info.device_names)
+
+
 def _check_ports(config: RunConfig) -> str:
     check_loopback_port()
     return "a local port can be opened"
@@ -173,6 +197,7 @@ CHECKS: dict[str, Callable[[RunConfig], str]] = {
     "prompts": _check_prompts,
     "engine environment": _check_engine,
     "openmp": _check_openmp,
+    "devices": _check_devices,
     "processors": _check_processors,
     "memory": _check_memory,
     "disk": _check_disk,

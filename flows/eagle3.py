@@ -17,6 +17,7 @@ from eagle3_core.host.process_tree import end_orphans
 from eagle3_core.host.run_folder import RunFolder, create_run_folder, new_run_id
 from eagle3_core.report.write import write_report
 from eagle3_core.store.local import LocalStore
+from flows.recovery import settle_crashed_runs
 from tasks.benchmark import benchmark
 from tasks.cleanup import cleanup
 from tasks.export import export
@@ -26,6 +27,7 @@ from tasks.preflight import preflight
 from tasks.prepare import prepare
 from tasks.report import report
 from tasks.reporting import RunCancelled
+from tasks.terminal import terminal
 from tasks.train import train
 from tasks.verify import verify
 
@@ -71,9 +73,12 @@ def recorded_run(config: RunConfig, stages: tuple[Stage, ...]) -> Iterator[RunFo
     orphans = end_orphans()
     if orphans:
         logger.warning("ended %d processes that a killed run had left: %s", len(orphans), orphans)
+    for run_id in settle_crashed_runs(config.workspace_path):
+        logger.warning("the earlier run %s had been killed", run_id)
     flow_run_id = str(flow_run.id)
     run = create_run_folder(config, stages, new_run_id(config.name, flow_run_id[:4]), flow_run_id)
     logger.info("run %s in %s", run.run_id, run.path)
+    terminal().run_started(run)
     try:
         yield run
     except Exception as error:

@@ -13,6 +13,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 
 from eagle3_core.config import Stage
 from eagle3_core.contracts import ProgressEvent
+from eagle3_core.host.run_folder import RunFolder
 from eagle3_core.pipeline import StageOutcome
 
 PLAIN_PROGRESS_SECONDS = 15.0
@@ -21,6 +22,9 @@ OWN_LOGGER = "eagle3_core"
 
 class Terminal:
     """Shows nothing."""
+
+    def run_started(self, run: RunFolder) -> None:
+        """A run begins."""
 
     def stage_started(self, stage: Stage) -> None:
         """A stage begins."""
@@ -56,6 +60,9 @@ class RichTerminal(Terminal):
         self._last_plain = 0.0
         if console.is_terminal:
             self._progress.start()
+
+    def run_started(self, run: RunFolder) -> None:
+        self._console.print(f"run {run.run_id}, logs in {run.path}", highlight=False, soft_wrap=True)
 
     def stage_started(self, stage: Stage) -> None:
         if self._console.is_terminal:

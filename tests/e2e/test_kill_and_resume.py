@@ -56,9 +56,11 @@ class Scene:
         return output
 
     def capture_shards(self) -> dict[str, int]:
-        """Finished shards by path, with the time of their last change."""
-        found = self.config.store_path.glob("capture/*/shard-*.safetensors")
-        return {str(path): path.stat().st_mtime_ns for path in found}
+        """Finished shards by path, with the time of their last change: those that the manifest names."""
+        store = LocalStore(self.config.store_path)
+        captures = [manifest for manifest in store.list() if manifest.ref.kind == "capture"]
+        paths = [store.folder(found.ref) / entry.path for found in captures for entry in found.files]
+        return {str(path): path.stat().st_mtime_ns for path in paths if path.exists()}
 
     def wait_in(self, stage: str, process: subprocess.Popen[str], condition) -> psutil.Process:
         """Wait for a moment inside a stage; returns the step's process."""

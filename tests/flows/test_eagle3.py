@@ -216,12 +216,17 @@ def test_a_signal_ends_the_step_too(tmp_path, api, number):
     assert wait_for(lambda: living_steps(process.pid) == [])
 
 
-def test_a_killed_run_leaves_nothing_behind_and_is_shown_as_crashed(tmp_path, api):
+def test_a_killed_run_leaves_nothing_behind_and_the_next_one_says_that_it_crashed(tmp_path, client):
     process = hanging_run(tmp_path)
     process.kill()
     process.wait()
     assert wait_for(lambda: living_steps(process.pid) == [])
-    assert find_run(tmp_path / "workspace", "latest").record().state == "crashed"
+    crashed = find_run(tmp_path / "workspace", "latest").record()
+    assert crashed.state == "crashed"
+    state = client.read_flow_run(UUID(crashed.flow_run_id)).state
+    assert state.is_running(), "nobody has told the API yet"
+    run_flow(stand_in_config(tmp_path), ["prepare"])
+    assert client.read_flow_run(UUID(crashed.flow_run_id)).state.is_crashed()
 
 
 def test_a_run_starts_its_own_server_where_no_api_is_configured(tmp_path, eagle3_command):
