@@ -15,6 +15,8 @@ from eagle3_core.data.samples import (
 )
 from eagle3_core.data.template import ChatTemplate
 from eagle3_core.errors import DataError
+from eagle3_core.identity import STEP_VERSION
+from eagle3_core.store.dataset import content_hash
 from tests.tiny import CHATML, CHATML_GENERATION, tiny_tokenizer
 
 pytestmark = pytest.mark.engine
@@ -124,6 +126,18 @@ def test_a_prompt_that_is_not_what_the_engine_saw_is_rejected(chat: ChatTemplate
     other = Answer("k", 1, [*last.prompt_ids, 77], last.token_ids, last.text, "stop")
     made = build_samples([Conversation(good.prompt, [good.answers[0], other])], chat, 512, 2)
     assert "the engine saw" in made.rejected[0].reason
+
+
+def test_the_dataset_of_a_fixed_conversation_changes_only_with_its_step_version(chat: ChatTemplate) -> None:
+    """Golden output: when this fails and the change is meant, raise `STEP_VERSION["dataset"]` too."""
+    bytes_only = ChatTemplate(tiny_tokenizer(259, chat.tokenizer.chat_template), [END], "bytes")
+    rows = [_two_turns(bytes_only, [*_ids(bytes_only, "ok"), END], "stop"), _single(3, [50, END], key="x")]
+    made = build_samples(rows, bytes_only, max_length=46, min_trainable_tokens=2)
+    assert [(len(s), s.prompt_length, int(s.loss_mask.sum())) for s in made.samples] == [
+        (46, 44, 5),
+        (5, 3, 2),
+    ]
+    assert (STEP_VERSION["dataset"], content_hash(made.samples)) == (1, "ac8c11f10b32c30468937b3a6cf5f012")
 
 
 def test_conversations_come_back_as_they_were_written(chat: ChatTemplate, tmp_path: Path) -> None:
