@@ -95,12 +95,12 @@ def _run_flow(config: RunConfig, stages: list[Stage], server: EmbeddedServer | N
         return EXIT_INTERRUPTED
     finally:
         terminal.close()
-        _send_what_is_queued()
+        send_what_is_queued()
     _say_result(console, RunFolder(config.workspace_path / "runs" / run["run_id"]))
     return EXIT_OK
 
 
-def _send_what_is_queued() -> None:
+def send_what_is_queued() -> None:
     """Prefect sends logs and the events that make task runs visible from threads of its own."""
     from prefect.events.worker import EventsWorker
     from prefect.logging.handlers import APILogWorker

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import re
 import time
 from collections.abc import Iterator
 from uuid import UUID
@@ -140,11 +139,6 @@ def describe(event: ProgressEvent) -> str:
     total = f" of {event.total:,.0f}" if event.total else ""
     metrics = "".join(f", {name} {value:.4g}" for name, value in event.metrics.items())
     return f"{event.done:,.0f}{total} {event.unit}{metrics}" + (f": {event.message}" if event.message else "")
-
-
-def artifact_key(text: str) -> str:
-    """`text` in the characters that Prefect allows in a key."""
-    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
 @contextlib.contextmanager

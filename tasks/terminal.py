@@ -96,7 +96,8 @@ class RichTerminal(Terminal):
 
     def close(self) -> None:
         self._clear()
-        self._progress.stop()
+        if self._console.is_terminal:
+            self._progress.stop()
 
     def _clear(self) -> None:
         if self._task is not None:

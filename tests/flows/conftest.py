@@ -43,8 +43,11 @@ def api(prefect_home: Path) -> Iterator[str]:
     server.wait()
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
+    from flows.launch import send_what_is_queued
+
     with temporary_settings({PREFECT_API_URL: server.api_url}):
         yield server.api_url
+    send_what_is_queued()
     server.stop()
 
 

@@ -63,9 +63,9 @@ def task_log(client, task_run_id):
 
 
 def flush():
-    from flows.launch import _send_what_is_queued
+    from flows.launch import send_what_is_queued
 
-    _send_what_is_queued()
+    send_what_is_queued()
 
 
 def test_a_run_is_visible_in_the_api_and_in_its_folder(tmp_path, client):

@@ -1,0 +1,85 @@
+"""What the page, the artifacts and the terminal say of a stage."""
+
+from __future__ import annotations
+
+import io
+import logging
+
+import pytest
+from rich.console import Console
+
+from eagle3_core.artifacts import ArtifactRef
+from eagle3_core.contracts import ProgressEvent
+from eagle3_core.errors import DataError, StepError
+from eagle3_core.pipeline import StageError, StageOutcome
+
+pytestmark = pytest.mark.orchestrator
+
+CAPTURE = ArtifactRef(kind="capture", id="0123456789abcdef")
+OUTCOME = StageOutcome(
+    stage="extract",
+    artifacts=(CAPTURE,),
+    seconds=12.3,
+    message="made: capture",
+    result={"num_tokens": 12345, "rate": 0.123456, "rejected": [{"key": "a"}], "note": "a|b", "none": None},
+)
+
+
+@pytest.fixture
+def screen(prefect_home):
+    """A terminal that writes to a string."""
+    from tasks.terminal import RichTerminal
+
+    text = io.StringIO()
+    return RichTerminal(Console(file=text, width=120)), text
+
+
+def test_progress_is_described_in_words(prefect_home):
+    from tasks.reporting import describe
+
+    event = ProgressEvent(step="train", done=640, total=1200, unit="steps", metrics={"loss": 2.3123})
+    assert describe(event) == "640 of 1,200 steps, loss 2.312"
+    assert describe(event.model_copy(update={"total": None, "metrics": {}})) == "640 steps"
+
+
+def test_the_page_of_a_stage_has_its_artifacts_and_figures(prefect_home):
+    from tasks.stage import outcome_markdown
+
+    page = outcome_markdown(OUTCOME, "Captured hidden states")
+    assert page.startswith("## Captured hidden states\n")
+    assert f"| capture | `{CAPTURE}` |" in page
+    assert "| num_tokens | 12,345 |" in page
+    assert "| rate | 0.1235 |" in page
+    assert "| rejected | 1 entries |" in page
+    assert "| note | a\\|b |" in page
+    assert "none" not in page
+
+
+def test_a_finished_stage_is_one_line(screen):
+    terminal, text = screen
+    terminal.stage_started("extract")
+    terminal.stage_done(OUTCOME)
+    terminal.close()
+    assert text.getvalue() == "extract ...\n✓ extract      12.3 s  made: capture\n"
+
+
+def test_an_engines_warnings_stay_in_the_log_and_errors_show(screen):
+    terminal, text = screen
+    terminal.line("extract", "WARNING 01-01 [vllm.py:1] chatter", logging.WARNING)
+    terminal.line("extract", "W eagle3_core.capture: a shard is slow", logging.WARNING)
+    terminal.line("extract", "ERROR [x] broken", logging.ERROR)
+    assert text.getvalue() == "  W eagle3_core.capture: a shard is slow\n  ERROR [x] broken\n"
+
+
+@pytest.mark.parametrize(
+    ("cause", "useful"),
+    [
+        (StepError("killed", log_path="l"), True),
+        (StepError("no", log_path="l", error_type="CaptureError"), True),
+        (StepError("no", log_path="l", error_type="DataError"), False),
+        (DataError("no"), False),
+        (RuntimeError("no"), True),
+    ],
+)
+def test_only_what_may_pass_next_time_is_tried_again(cause, useful):
+    assert StageError("train", cause).may_pass_next_time is useful
