@@ -75,7 +75,7 @@ def show_lineage(workspace: str, store_root: str | None, name: str, as_json: boo
     if as_json:
         _print_json(lineage.model_dump(mode="json"))
     else:
-        Console().print(_lineage_tree(lineage, Tree(_lineage_label(lineage))))
+        Console().print(_lineage_tree(lineage, Tree(_lineage_label(lineage)), {str(lineage.ref)}))
 
 
 def summary_lines(run: RunFolder, summary: RunSummary | None = None) -> Iterator[str]:
@@ -164,9 +164,14 @@ def _stage_table(record: RunRecord) -> Table:
     return table
 
 
-def _lineage_tree(lineage: Lineage, tree: Tree) -> Tree:
+def _lineage_tree(lineage: Lineage, tree: Tree, shown: set[str]) -> Tree:
+    """The parents below `tree`; an ancestor that two children share is spelled out once."""
     for role, parent in lineage.parents.items():
-        _lineage_tree(parent, tree.add(f"[dim]{role}[/] {_lineage_label(parent)}"))
+        if str(parent.ref) in shown:
+            tree.add(f"[dim]{role}[/] [bold]{parent.ref}[/] as above")
+            continue
+        shown.add(str(parent.ref))
+        _lineage_tree(parent, tree.add(f"[dim]{role}[/] {_lineage_label(parent)}"), shown)
     return tree
 
 

@@ -10,6 +10,7 @@ import time
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from eagle3_core.config import Stage
 from eagle3_core.contracts import ProgressEvent
@@ -76,7 +77,7 @@ class RichTerminal(Terminal):
         """Errors, and warnings of our own; an engine's warnings are in the log."""
         if level >= logging.ERROR or (level >= logging.WARNING and OWN_LOGGER in text):
             style = "red" if level >= logging.ERROR else "yellow"
-            self._console.print(f"  {text}", style=style, markup=False, highlight=False)
+            self._console.print(f"  {text}", style=style, markup=False, highlight=False, soft_wrap=True)
 
     def progress(self, stage: Stage, event: ProgressEvent) -> None:
         from tasks.reporting import describe
@@ -86,13 +87,13 @@ class RichTerminal(Terminal):
             self._progress.update(self._task, completed=event.done, total=event.total, text=text)
         elif time.monotonic() - self._last_plain > PLAIN_PROGRESS_SECONDS:
             self._last_plain = time.monotonic()
-            self._console.print(f"  {stage}: {text}", markup=False, highlight=False)
+            self._console.print(f"  {stage}: {text}", markup=False, highlight=False, soft_wrap=True)
 
     def stage_done(self, outcome: StageOutcome) -> None:
         self._clear()
-        mark = "[dim]=[/dim]" if outcome.reused else "[green]✓[/green]"
-        self._console.print(f"{mark} {outcome.stage:<10}{outcome.seconds:7.1f} s  ", end="", highlight=False)
-        self._console.print(outcome.message, markup=False, highlight=False)
+        mark = ("=", "dim") if outcome.reused else ("✓", "green")
+        text = f" {outcome.stage:<10}{outcome.seconds:7.1f} s  {outcome.message}"
+        self._console.print(Text.assemble(mark, text), soft_wrap=True)
 
     def close(self) -> None:
         self._clear()
