@@ -73,7 +73,7 @@ def line_chart(label: str, series: Sequence[Series], marked: int | None = None, 
     parts += [text(x_of(i), height - 24, i + 1, "middle") for i in range(count) if i % every == 0]
     parts.append(text(left + (width - left - right) / 2, height - 6, "epoch", "middle"))
     if marked is not None:
-        parts.append(_marker_line(x_of(marked), top, height - bottom))
+        parts.append(_marker_line(x_of(marked), top, height - bottom, is_left=marked < count / 2))
     for row, colour in zip(series, COLOURS, strict=False):
         points = [
             (x_of(i), y_of(value), value)
@@ -182,9 +182,10 @@ def _line(points: list[tuple[float, float, float]], name: str, colour: str, digi
     return [line, *dots]
 
 
-def _marker_line(x: float, top: float, bottom: float) -> Markup:
+def _marker_line(x: float, top: float, bottom: float, is_left: bool) -> Markup:
+    """Points out the epoch that was kept; the word stands on the side where there is room."""
     line = element("line", x1=x, x2=x, y1=top, y2=bottom, stroke=MUTED, stroke_dasharray="3 3")
-    return line + text(x - 4, top + 10, "kept", "end")
+    return line + text(x + (4 if is_left else -4), top + 10, "kept", "start" if is_left else "end")
 
 
 def _number(value: object) -> object:

@@ -13,7 +13,7 @@ from eagle3_core.host.run_folder import StageRecord
 from eagle3_core.report import charts
 from eagle3_core.report.figures import format_bytes, format_count, format_rate, format_seconds
 from eagle3_core.report.graph import lineage_graph
-from eagle3_core.report.model import BenchmarkSummary, RunSummary
+from eagle3_core.report.model import BenchmarkSummary, RunSummary, TrainingSummary
 
 UNFINISHED = ("failed", "cancelled")
 LOSSLESS_MEANING = {
@@ -38,6 +38,7 @@ def render_html(summary: RunSummary, config: RunConfig) -> str:
             speed_text=speed_text(summary.benchmark, config.engine.device) if summary.benchmark else "",
             config_yaml=yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True),
             device=config.engine.device,
+            kept=kept_index(summary.training) if summary.training else None,
         )
     )
 
@@ -60,6 +61,12 @@ def speed_text(benchmark: BenchmarkSummary, device: str) -> str:
             "checks them in about the time of one."
         )
     return f"{measured} Here the draft slows the target down: it should not be served as it is."
+
+
+def kept_index(training: TrainingSummary) -> int | None:
+    """Place of the epoch that was kept among those of the summary, from 0."""
+    numbers = [epoch.epoch for epoch in training.epochs]
+    return numbers.index(training.best_epoch) if training.best_epoch in numbers else None
 
 
 @cache
@@ -121,9 +128,7 @@ def _disk_chart(summary: RunSummary) -> Markup:
 def _training_charts(summary: RunSummary) -> dict[str, Markup]:
     assert summary.training is not None
     epochs = summary.training.epochs
-    numbers = [epoch.epoch for epoch in epochs]
-    best = summary.training.best_epoch
-    marked = numbers.index(best) if best in numbers else None
+    marked = kept_index(summary.training)
     losses = [
         charts.Series("training", [epoch.train_loss for epoch in epochs]),
         charts.Series("held-out", [epoch.heldout_loss for epoch in epochs]),

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from eagle3_core.errors import HostError
+from eagle3_core.report.html import speed_text
 from eagle3_core.report.model import RunSummary
+from eagle3_core.report.summary import summarise
 from eagle3_core.report.write import write_report
 from tests.report import example
 
@@ -53,6 +55,7 @@ def test_the_page_leads_with_the_acceptance_length_and_what_it_was_measured_on(t
     assert "K = 3 drafted tokens per pass; n = 32 held-out prompts" in text
     assert example.BENCHMARK.dataset_hash in text
     assert "0.80×" in text
+    assert "of 5 epochs, number 5 was kept" in text
     assert "expected on a CPU" in text
 
 
@@ -87,6 +90,16 @@ def test_the_running_report_stage_counts_as_done(tmp_path: Path) -> None:
     stage = write_report(folder.path, store).stages[-1]
     assert (stage.stage, stage.state) == ("report", "completed")
     assert stage.seconds is not None
+
+
+@pytest.mark.parametrize(("ratio", "words"), [(1.7, ""), (0.8, "expected on a CPU"), (None, "not measured")])
+def test_the_speed_is_explained_where_it_is_low(ratio: float | None, words: str, tmp_path: Path) -> None:
+    folder, store = example.make_run(tmp_path)
+    benchmark = summarise(folder.path, store).benchmark
+    assert benchmark is not None
+    found = speed_text(benchmark.model_copy(update={"speed_ratio": ratio}), "cpu")
+    assert words in found
+    assert ("slows" in found) == (ratio == 0.8)
 
 
 @pytest.mark.parametrize("until", ["preflight", "prepare", "extract", "verify", "train", "benchmark"])
