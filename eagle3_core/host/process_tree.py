@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -174,13 +173,3 @@ def _namespace() -> str:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
         return ""
-
-
-def wait_until_gone(process: ProcessId, timeout_seconds: float) -> bool:
-    """Whether a process ends within the time."""
-    deadline = time.monotonic() + timeout_seconds
-    while not process.is_gone():
-        if time.monotonic() >= deadline:
-            return False
-        time.sleep(0.05)
-    return True
