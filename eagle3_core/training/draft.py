@@ -3,10 +3,17 @@
 Legend: H hidden size, V target vocabulary, D draft vocabulary, A auxiliary layers.
 
 The embedding, the LM head (unless `draft.train_lm_head`) and the teacher come from single tensors of the
-target; nothing is fetched or loaded as a whole model. Initialisation: matrices are drawn from N(0, 0.02^2) by
-the seed, as speculators does, and the final norm starts from the target's. The LM head's rows were made for
-states scaled by that norm, and a short run moves a weight by little more than learning rate x steps, so
-starting from ones would leave the logits badly scaled.
+target; nothing is fetched or loaded as a whole model.
+
+Matrices are drawn from N(0, 0.02^2) by the seed, as speculators does. A short run moves a weight by little
+more than learning rate x steps, so `initialise` then gives three things the scale that they need at once:
+
+- The states of different layers differ tenfold in size. The blocks of `fc` are divided by the size of the
+  layer that they read, so that each contributes alike and the first hidden state has a root mean square of 1.
+- The final norm starts at `FINAL_NORM`: flat first logits are cheaper to correct than confident wrong ones.
+- Queries and keys start from one projection of the token's embedding, scaled so that a row's score with
+  itself is `SELF_SCORE`. The token just read reaches the hidden state only through attention, and so it does
+  from the first step; earlier rows with the same token are seen as well.
 """
 
 from __future__ import annotations
@@ -24,12 +31,15 @@ from eagle3_core.target.info import TargetInfo
 from eagle3_core.target.layers import resolve_aux_layer_ids
 from eagle3_core.target.weights import read_embedding, read_final_norm, read_lm_head, rms_norm_eps
 from eagle3_core.training.loss import Teacher
+from eagle3_core.training.ttt import normalise_aux_states
 
 if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 
 TARGET_TENSORS = ("embed_tokens.weight", "verifier_norm.weight", "verifier_lm_head.weight")
 """Tensors of the model that are the target's own and never part of a checkpoint."""
+FINAL_NORM = 0.5
+SELF_SCORE = 16.0
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -127,11 +137,37 @@ def build_draft(config: RunConfig, target: TargetInfo, vocabulary: DraftVocabula
         draft.lm_head.weight.copy_(head)
         draft.verifier_lm_head.weight.copy_(head)
         draft.verifier_norm.weight.copy_(norm)
-        draft.norm.weight.copy_(norm)
     if draft.use_draft_vocab:
         draft.load_vocab_mappings(torch.from_numpy(vocabulary.t2d), torch.from_numpy(vocabulary.d2t))
     draft.lm_head.weight.requires_grad_(config.draft.train_lm_head)
     return draft
+
+
+def initialise(draft: Eagle3DraftModel, aux_states: Tensor, seed: int) -> None:
+    """Scale a new draft to its target; see the module's first lines.
+
+    Args:
+        draft: as `build_draft` made it.
+        aux_states: [R, A * H] auxiliary states of some samples.
+        seed: of the run.
+    """
+    layer = draft.config.transformer_layer_config
+    blocks = normalise_aux_states(draft, aux_states.float()).unflatten(-1, (-1, draft.hidden_size))
+    # The median, because the first token's states can be a hundred times larger than all others.
+    sizes = blocks.square().mean(-1).sqrt().nanmedian(0).values
+    gain = 1.0 / (layer.initializer_range * blocks.shape[1:].numel() ** 0.5 * sizes.clamp_min(1e-6))
+    attention = draft.layers[0].self_attn
+    groups, depth = layer.num_key_value_heads, layer.head_dim
+    std = (SELF_SCORE / depth**0.5 / draft.hidden_size) ** 0.5
+    shared = std * torch.randn(
+        groups, depth, draft.hidden_size, generator=torch.Generator().manual_seed(seed)
+    )
+    with torch.no_grad():
+        draft.fc.weight.mul_(gain.repeat_interleave(draft.hidden_size))
+        draft.norm.weight.fill_(FINAL_NORM)
+        attention.k_proj.weight[:, : draft.hidden_size] = shared.flatten(0, 1)
+        repeated = shared.repeat_interleave(layer.num_attention_heads // groups, dim=0)
+        attention.q_proj.weight[:, : draft.hidden_size] = repeated.flatten(0, 1)
 
 
 def teacher_of(draft: Eagle3DraftModel, dtype: torch.dtype) -> Teacher:

@@ -26,7 +26,7 @@ from eagle3_core.target.info import TargetInfo, inspect_target
 from eagle3_core.target.layers import final_layer_id, resolve_aux_layer_ids
 from eagle3_core.target.weights import FinalHead
 from eagle3_core.training.checkpoint import METRICS_FILE, MetricsLog, ResumeFolder
-from eagle3_core.training.draft import build_draft, checkpoint_tensors, trained_parameters
+from eagle3_core.training.draft import build_draft, checkpoint_tensors, initialise, trained_parameters
 from eagle3_core.training.evaluate import Evaluation, HeldoutEvaluator, steps_to_unroll
 from eagle3_core.training.loader import PackReader, SampleIndex, index_samples
 from eagle3_core.training.loop import Outcome, Trainer
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 WEIGHTS_FILE = "model.safetensors"
 CONFIG_FILE = "config.json"
+INITIAL_SAMPLES = 16
+"""Samples whose states give the scale of the initial weights."""
 
 
 def run(spec: StepSpec, progress: Progress) -> TrainResult:
@@ -66,11 +68,15 @@ def run(spec: StepSpec, progress: Progress) -> TrainResult:
     with store.writer(spec.outputs["checkpoint"], spec.run_id) as writer:
         resume = ResumeFolder(writer.folder, spec.outputs["checkpoint"])
         metrics = MetricsLog(writer.folder)
-        draft = build_draft(spec.config, target, vocabulary).to(spec.config.engine.device)
+        reader = PackReader(folder, index.splits["train"], spec.config.train.ttt_steps)
+        draft = build_draft(spec.config, target, vocabulary)
+        first = reader.pack(range(min(INITIAL_SAMPLES, len(reader.samples))))
+        initialise(draft, first.aux_states, spec.config.train.seed)
+        draft.to(spec.config.engine.device)
         trainer = Trainer(
             draft,
             spec.config,
-            PackReader(folder, index.splits["train"], spec.config.train.ttt_steps),
+            reader,
             _evaluation(spec.config, target, samples, index, folder, vocabulary, draft),
             resume,
             metrics,

@@ -125,6 +125,14 @@ def ttt_forward(draft: Any, pack: Pack, dtype: torch.dtype) -> list[Tensor]:
 
 def fuse_aux_states(draft: Any, aux_states: Tensor) -> Tensor:
     """The draft's first hidden state, [R, H] in fp32, from the auxiliary states [R, A * H]."""
+    aux_states = normalise_aux_states(draft, aux_states)
+    if not torch.is_autocast_enabled(aux_states.device.type):
+        aux_states = aux_states.to(draft.fc.weight.dtype)
+    return draft.fc(aux_states).float()
+
+
+def normalise_aux_states(draft: Any, aux_states: Tensor) -> Tensor:
+    """What `fc` reads, [R, A * H]: the auxiliary states, normalised together, each on its own, or not."""
     if draft.input_norm is not None:
         aux_states = draft.input_norm(aux_states)
     if draft.fc_norm is not None:
@@ -132,9 +140,7 @@ def fuse_aux_states(draft: Any, aux_states: Tensor) -> Tensor:
         aux_states = torch.cat(
             [norm(chunk) for norm, chunk in zip(draft.fc_norm, chunks, strict=True)], dim=-1
         )
-    if not torch.is_autocast_enabled(aux_states.device.type):
-        aux_states = aux_states.to(draft.fc.weight.dtype)
-    return draft.fc(aux_states).float()
+    return aux_states
 
 
 def _index(rows: Any, device: torch.device) -> Tensor:
