@@ -23,8 +23,10 @@ MAKING_STAGES = {"prepare", "extract", "verify", "train", "export", "benchmark"}
 def checks(summary: dict[str, Any], reused: bool) -> dict[str, bool]:
     """Every promise with whether it is kept; the key says what was found."""
     bench, agreement, training = summary["benchmark"], summary["agreement"], summary["training"]
+    if bench is None or agreement is None or training is None:
+        return {f"the run is {summary['state']} without a measurement: {summary['message']}": False}
     figures = {"acceptance length": bench["acceptance_length"], "K": bench["num_speculative_tokens"]}
-    ratio, first = agreement["accepted_ratio"], agreement["first_position_difference"]
+    ratio, first = agreement["accepted_ratio"] or 0.0, agreement["first_position_difference"]
     limit = MAX_REUSED_SECONDS if reused else MAX_RUN_SECONDS
     made = {stage["stage"] for stage in summary["stages"] if not stage["reused"]} & MAKING_STAGES
     return {

@@ -142,6 +142,8 @@ def test_a_limit_is_applied_to_a_reused_benchmark(tmp_path):
     strict = stand_in_config(tmp_path, benchmark={"min_acceptance_length": 1.6})
     with pytest.raises(StageError, match=r"acceptance length is 1\.500"):
         run_stage("benchmark", strict, "r")
+    failed = record(config, "benchmark")
+    assert (failed.state, [ref.kind for ref in failed.artifacts]) == ("failed", ["benchmark"])
 
 
 def test_cleanup_removes_what_an_interrupted_writer_left_and_nothing_else(config):

@@ -50,3 +50,10 @@ def test_a_second_demo_must_reuse_everything(tmp_path: Path) -> None:
     folder, store = example.make_run(tmp_path, reused=ALL_MAKING[:-1])
     summary = summarise(folder.path, store).model_dump(mode="json")
     assert [claim for claim in bad(summary, reused=True) if "benchmark" in claim]
+
+
+def test_a_run_that_failed_early_is_one_bad_line(tmp_path: Path) -> None:
+    folder, store = example.make_run(tmp_path, until="train", failure="stage train failed: no luck")
+    summary = summarise(folder.path, store).model_dump(mode="json")
+    (claim,) = bad(summary)
+    assert "stage train failed: no luck" in claim
