@@ -15,8 +15,6 @@ NUM_SPECULATIVE_TOKENS = 3
 MAX_RATIO_ERROR = 0.15
 MAX_FIRST_DIFFERENCE = 0.07
 LOSSLESS = ("identical", "ties")
-MAX_RUN_SECONDS = 9 * 60
-MAX_REUSED_SECONDS = 60
 MAKING_STAGES = {"prepare", "extract", "verify", "train", "export", "benchmark"}
 
 
@@ -27,7 +25,6 @@ def checks(summary: dict[str, Any], reused: bool) -> dict[str, bool]:
         return {f"the run is {summary['state']} without a measurement: {summary['message']}": False}
     figures = {"acceptance length": bench["acceptance_length"], "K": bench["num_speculative_tokens"]}
     ratio, first = agreement["accepted_ratio"] or 0.0, agreement["first_position_difference"]
-    limit = MAX_REUSED_SECONDS if reused else MAX_RUN_SECONDS
     made = {stage["stage"] for stage in summary["stages"] if not stage["reused"]} & MAKING_STAGES
     return {
         f"the run is {summary['state']}": summary["state"] == "completed",
@@ -42,7 +39,6 @@ def checks(summary: dict[str, Any], reused: bool) -> dict[str, bool]:
             training["epochs"][-1]["heldout"]["acceptance_length"]
             > training["epochs"][0]["heldout"]["acceptance_length"]
         ),
-        f"{summary['seconds']:.0f} s of at most {limit}": summary["seconds"] <= limit,
         f"made in this run: {', '.join(sorted(made)) or 'nothing'}": not (reused and made),
     }
 
@@ -54,7 +50,9 @@ def main() -> int:
     if not (newest / "report.html").is_file():
         print(f"{newest} has no report.html")
         return 1
-    results = checks(json.loads((newest / "summary.json").read_text()), reused="--reused" in options)
+    summary = json.loads((newest / "summary.json").read_text())
+    results = checks(summary, reused="--reused" in options)
+    print(f"    {summary['seconds']:.0f} s in all")
     for claim, holds in results.items():
         print(f"{'ok ' if holds else 'BAD'} {claim}")
     return 0 if all(results.values()) else 1
