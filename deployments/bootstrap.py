@@ -33,8 +33,7 @@ GIB = 1 << 30
 DOWNLOAD_BYTES = 1 * GIB
 CUDA_BYTES = 8 * GIB
 CUDA_LOCK = "engine-cuda-libs.txt"
-# Byte-compiling everything costs a third of the time; Python compiles what is imported, once.
-PIP_INSTALL = ["-m", "pip", "install", "--no-deps", "--no-input", "--no-compile", "--progress-bar", "off"]
+PIP_INSTALL = ["-m", "pip", "install", "--no-deps", "--no-input", "--progress-bar", "off"]
 
 
 class SetupError(Exception):
