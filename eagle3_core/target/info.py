@@ -20,8 +20,10 @@ HEAD_NAMES = ("lm_head.weight",)
 WEIGHT_PREFIXES = ("", "language_model.", "model.language_model.", "model.")
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json",
-    "chat_template.jinja", "tiktoken.model", "vocab.json", "merges.txt",
+    "added_tokens.json", "chat_template.jinja", "chat_template.json", "generation_config.json",
+    "tiktoken.model", "sentencepiece.bpe.model", "spiece.model", "vocab.json", "vocab.txt", "merges.txt",
 )  # fmt: skip
+"""What decides the tokens of a chat: `generation_config.json` names the ids that end a turn."""
 MAX_HEADER_BYTES = 100 << 20
 
 
@@ -53,11 +55,15 @@ class TargetInfo(BaseModel):
     dtype: str | None
     quantization: str | None
     weights_bytes: int
-    fingerprint: str = Field(description="Of the configuration, and of weight names, shapes and sizes.")
-    tokenizer_fingerprint: str
+    fingerprint: str = Field(
+        description="Of the configuration, the target's own code, and weight names, shapes and sizes."
+    )
+    tokenizer_fingerprint: str = Field(description="Of tokenizer, chat template and end-of-turn ids.")
     embedding: TensorPlace
     norm: TensorPlace
-    lm_head: TensorPlace = Field(description="The embedding where embeddings are tied.")
+    lm_head: TensorPlace = Field(
+        description="The embedding where embeddings are tied, even if there is a head: vLLM ignores it."
+    )
     text_config: dict[str, Any] = Field(description="Configuration of the language model.")
 
 
@@ -74,12 +80,7 @@ def inspect_target(path: Path) -> TargetInfo:
     tied = bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", False)))
     embedding = _find(headers, EMBEDDING_NAMES, "embedding", path)
     norm = _find(headers, NORM_NAMES, "final norm", path)
-    try:
-        lm_head = _find(headers, HEAD_NAMES, "LM head", path)
-    except TargetError:
-        if not tied:
-            raise
-        lm_head = embedding
+    lm_head = embedding if tied else _find(headers, HEAD_NAMES, "LM head", path)
     return TargetInfo(
         path=str(path),
         architecture=(config.get("architectures") or ["unknown"])[0],
@@ -193,6 +194,7 @@ def _fingerprint(config: dict[str, Any], headers: dict[str, TensorPlace], path: 
         "config": {key: value for key, value in config.items() if key not in ignored},
         "tensors": {name: [place.file, place.dtype, *place.shape] for name, place in headers.items()},
         "sizes": {name: (path / name).stat().st_size for name in sorted({p.file for p in headers.values()})},
+        "code": _hash_files(path, tuple(sorted(file.name for file in path.glob("*.py")))),
         "sample": {name: _sample_hash(path / name) for name in sorted({p.file for p in headers.values()})},
     }
     return hashlib.sha256(canonical_json(document)).hexdigest()[:32]

@@ -61,6 +61,11 @@ def test_the_head_of_a_tied_target_is_its_embedding(tmp_path: Path) -> None:
     assert info.lm_head == info.embedding
 
 
+def test_a_head_in_the_files_of_a_tied_target_is_not_the_one_that_engines_use(tmp_path: Path) -> None:
+    info = inspect_target(make_target(tmp_path, CONFIG | {"tie_word_embeddings": True}))
+    assert info.lm_head == info.embedding
+
+
 def test_an_untied_target_without_a_head_is_refused_with_the_names_found(tmp_path: Path) -> None:
     shapes = {name: shape for name, shape in SHAPES.items() if name != "lm_head.weight"}
     with pytest.raises(TargetError, match=r"no LM head.*found outside the layers: model.embed_tokens.weight"):
@@ -108,3 +113,27 @@ def test_the_fingerprint_changes_with_weights_and_configuration(tmp_path: Path) 
     assert inspect_target(make_target(tmp_path / "b")).fingerprint == first
     assert inspect_target(make_target(tmp_path / "c", fill=1)).fingerprint != first
     assert inspect_target(make_target(tmp_path / "d", CONFIG | {"rope_theta": 1.0})).fingerprint != first
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "chat_template.jinja", "generation_config.json", "added_tokens.json"]
+)
+def test_what_decides_the_tokens_of_a_chat_is_in_the_tokenizers_fingerprint(
+    tmp_path: Path, name: str
+) -> None:
+    folder = make_target(tmp_path)
+    found = set()
+    for content in (None, '{"eos_token_id": 2}', '{"eos_token_id": [2, 7]}'):
+        if content:
+            (folder / name).write_text(content)
+        info = inspect_target(folder)
+        found.add((info.tokenizer_fingerprint, info.fingerprint))
+    assert len({tokenizer for tokenizer, _ in found}) == 3
+    assert len({weights for _, weights in found}) == 1
+
+
+def test_the_targets_own_code_is_in_its_fingerprint(tmp_path: Path) -> None:
+    folder = make_target(tmp_path)
+    before = inspect_target(folder).fingerprint
+    (folder / "modeling_own.py").write_text("SCALE = 2")
+    assert inspect_target(folder).fingerprint != before
