@@ -24,6 +24,10 @@ STAGES: tuple[Stage, ...] = (
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
+
+CAPTURE_MARGIN_TOKENS = 4
+"""vLLM captures nothing for a batch with a sequence that comes within two tokens of its longest one."""
 
 PROJECT_ROOT = Path(__file__).resolve().parent.parent
 """The checkout. Relative paths in a profile are relative to it, so a run means the same from any folder."""
@@ -157,7 +161,7 @@ class TrainConfig(Section):
     num_epochs: int = Field(default=8, ge=1, description="Passes over the training samples.")
     pack_tokens: int = Field(default=1024, ge=32, description="Tokens of one pack (one optimizer step).")
     learning_rate: float = Field(default=3e-4, gt=0, description="Peak learning rate of AdamW.")
-    betas: tuple[float, float] = Field(default=(0.9, 0.95), description="AdamW betas.")
+    betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), description="AdamW betas.")
     weight_decay: float = Field(default=0.0, ge=0, description="AdamW weight decay.")
     warmup_fraction: Fraction = Field(default=0.03, description="Share of all steps spent warming up.")
     schedule: Literal["cosine", "linear", "constant"] = Field(default="cosine", description="Decay.")

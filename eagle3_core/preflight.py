@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from eagle3_core.config import RunConfig
+from eagle3_core.config import CAPTURE_MARGIN_TOKENS, RunConfig
 from eagle3_core.contracts import EngineInfoResult, EngineInfoSpec
 from eagle3_core.errors import ConfigError, Eagle3Error, HostError, TargetError
 from eagle3_core.estimate import GIB
@@ -69,6 +69,13 @@ def check_combinations(config: RunConfig) -> str:
             f"data.max_length is {config.data.max_length}, more than engine.max_model_len "
             f"{engine.max_model_len}",
             remedy="lower the first or raise the second",
+        )
+    if config.capture.engine == "vllm" and config.capture.max_batched_tokens < engine.max_num_seqs:
+        raise ConfigError(
+            f"capture.max_batched_tokens is {config.capture.max_batched_tokens}, less than "
+            f"engine.max_num_seqs {engine.max_num_seqs}",
+            expected="a token for every sequence of an engine step",
+            remedy="raise the first or lower the second",
         )
     for name, tokens in {
         "benchmark.max_tokens": config.benchmark.max_tokens,
@@ -166,7 +173,19 @@ def _check_target(config: RunConfig) -> str:
             f"engine.max_model_len is {config.engine.max_model_len}, but the target has {longest} positions",
             remedy="lower it",
         )
+    _check_capture_room(config, longest)
     return f"{target.architecture}, {target.num_layers} layers, auxiliary ids {ids}, at {path}"
+
+
+def _check_capture_room(config: RunConfig, positions: int | None) -> None:
+    """Find out now, not after the answers were generated, that the longest sample cannot be captured."""
+    needed = config.data.max_length + CAPTURE_MARGIN_TOKENS
+    if config.capture.engine == "vllm" and positions is not None and needed > positions:
+        raise ConfigError(
+            f"data.max_length is {config.data.max_length}, and the capture engine needs "
+            f"{CAPTURE_MARGIN_TOKENS} tokens more, but the target has {positions} positions",
+            remedy=f"set data.max_length to at most {positions - CAPTURE_MARGIN_TOKENS}",
+        )
 
 
 def check_readable(target: TargetInfo) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from eagle3_core.artifacts import FileEntry
 from eagle3_core.capture.job import MAX_SHARDS_IN_FLIGHT, CaptureJob
-from eagle3_core.config import RunConfig
+from eagle3_core.config import CAPTURE_MARGIN_TOKENS, RunConfig
 from eagle3_core.errors import CaptureError
 from eagle3_core.store.dataset import Sample
 from eagle3_core.store.shards import PlannedShard
@@ -27,9 +27,6 @@ if TYPE_CHECKING:
     from vllm import LLM, RequestOutput
 
 logger = logging.getLogger(__name__)
-
-LENGTH_MARGIN = 4
-"""vLLM captures nothing for a batch with a sequence that comes within two tokens of `max_model_len`."""
 
 OnTokens = Callable[[int], None]
 
@@ -66,13 +63,13 @@ def engine_arguments(config: RunConfig, info: TargetInfo, job: CaptureJob, longe
         CaptureError: a sample is too long for the target's positions.
     """
     limit = info.max_position_embeddings
-    if limit is not None and longest + LENGTH_MARGIN > limit:
+    if limit is not None and longest + CAPTURE_MARGIN_TOKENS > limit:
         raise CaptureError(
             f"the longest sample has {longest:,} tokens and the target {limit:,} positions",
-            remedy=f"set data.max_length to at most {limit - LENGTH_MARGIN}",
+            remedy=f"set data.max_length to at most {limit - CAPTURE_MARGIN_TOKENS}",
         )
     return {
-        "max_model_len": longest + LENGTH_MARGIN,
+        "max_model_len": longest + CAPTURE_MARGIN_TOKENS,
         "max_num_batched_tokens": config.capture.max_batched_tokens,
         "enable_chunked_prefill": True,
         "disable_log_stats": True,
@@ -102,9 +99,9 @@ def check_settings(vllm_config: Any, longest: int) -> None:
             expected="enable_prefix_caching=False",
         )
     room = vllm_config.model_config.max_model_len
-    if longest + LENGTH_MARGIN > room:
+    if longest + CAPTURE_MARGIN_TOKENS > room:
         raise CaptureError(
-            f"the capture engine takes {room:,} tokens", expected=f"{longest + LENGTH_MARGIN:,}"
+            f"the capture engine takes {room:,} tokens", expected=f"{longest + CAPTURE_MARGIN_TOKENS:,}"
         )
 
 

@@ -15,8 +15,8 @@ import torch
 from eagle3_core.artifacts import Manifest
 from eagle3_core.capture.compare import layer_distances
 from eagle3_core.capture.reference import ReferenceModel
-from eagle3_core.capture.vllm_engine import LENGTH_MARGIN, check_settings
-from eagle3_core.config import PROJECT_ROOT
+from eagle3_core.capture.vllm_engine import check_settings
+from eagle3_core.config import CAPTURE_MARGIN_TOKENS, PROJECT_ROOT
 from eagle3_core.contracts import StepSpec
 from eagle3_core.errors import CaptureError
 from eagle3_core.host.engine_environment import engine_environment
@@ -159,7 +159,7 @@ def settings(prefix_caching: bool, max_model_len: int) -> Any:
 
 
 def test_an_engine_with_prefix_caching_or_too_little_room_is_refused_before_any_request() -> None:
-    check_settings(settings(False, 100 + LENGTH_MARGIN), 100)
+    check_settings(settings(False, 100 + CAPTURE_MARGIN_TOKENS), 100)
     with pytest.raises(CaptureError, match="prefix caching is on"):
         check_settings(settings(True, 200), 100)
     with pytest.raises(CaptureError, match="takes 101 tokens"):

@@ -38,6 +38,7 @@ def test_a_wrong_type_says_what_was_found():
 
 def test_a_value_out_of_range_is_refused():
     assert "data.max_length" in refusal(data={"max_length": 2})
+    assert "train.betas.1" in refusal(train={"betas": [0.9, 1.0]})
 
 
 def test_every_wrong_field_is_listed_at_once():

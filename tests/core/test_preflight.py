@@ -39,6 +39,7 @@ def test_all_checks_are_made_and_the_first_error_is_returned(tmp_path):
     [
         ("engine", {"tensor_parallel_size": 2}, "tensor_parallel_size is 2 on the CPU"),
         ("data", {"max_length": 512}, "data.max_length is 512, more than engine.max_model_len 256"),
+        ("engine", {"max_num_seqs": 4096}, "max_batched_tokens is 2048, less than engine.max_num_seqs 4096"),
         ("benchmark", {"max_tokens": 256}, "benchmark.max_tokens is 256, which leaves no room"),
     ],
 )
@@ -51,6 +52,16 @@ def test_settings_that_do_not_fit_together_are_refused(tmp_path, section, values
 def test_a_model_longer_than_the_targets_positions_is_refused(tmp_path):
     _, error = run_checks(change(stand_in_config(tmp_path), "engine", max_model_len=1024))
     assert "engine.max_model_len is 1024, but the target has 512 positions" in str(error)
+
+
+def test_samples_that_the_capture_engine_could_not_take_are_refused_before_they_are_made(tmp_path):
+    config = change(stand_in_config(tmp_path), "engine", max_model_len=512)
+    config = change(config, "data", max_length=510)
+    _, error = run_checks(config)
+    assert "data.max_length is 510" in str(error)
+    assert "set data.max_length to at most 508" in str(error)
+    for fitting in (change(config, "data", max_length=508), change(config, "capture", engine="reference")):
+        assert run_checks(fitting)[1] is None
 
 
 def test_a_target_without_tokenizer_is_refused(tmp_path):
