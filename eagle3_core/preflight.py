@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +11,8 @@ from pydantic import BaseModel, ConfigDict
 
 from eagle3_core.config import CAPTURE_MARGIN_TOKENS, RunConfig
 from eagle3_core.contracts import EngineInfoResult, EngineInfoSpec
-from eagle3_core.errors import ConfigError, Eagle3Error, HostError, TargetError
+from eagle3_core.data.conversations import read_prompts
+from eagle3_core.errors import ConfigError, DataError, Eagle3Error, HostError, TargetError
 from eagle3_core.estimate import GIB
 from eagle3_core.host.engine_environment import openmp_library
 from eagle3_core.host.engine_info import engine_versions
@@ -28,6 +30,7 @@ from eagle3_core.target.layers import resolve_aux_layer_ids
 from eagle3_core.target.locate import is_builtin, target_folder
 
 DEVICE_QUERY_SECONDS = 180.0
+ROW_FORMAT = 'JSONL rows like {"messages": [{"role": "user", "content": "..."}]}'
 
 
 class Check(BaseModel):
@@ -207,7 +210,19 @@ def _check_prompts(config: RunConfig) -> str:
     for file in files:
         if not os.access(file, os.R_OK):
             raise HostError(f"{file} cannot be read", remedy="check its permissions")
-    return ", ".join(str(file) for file in files)
+    found = read_prompts(files, config.data.heldout_fraction, config.limit)
+    splits = Counter(prompt.split for prompt in found.prompts)
+    counted = f"{splits['train']:,} prompts to train on, {splits['heldout']:,} held out"
+    if found.rejected:
+        first = found.rejected[0]
+        counted += (
+            f", {len(found.rejected):,} of {found.num_read:,} rows rejected "
+            f"(the first, {first.key}: {first.reason})"
+        )
+    names = ", ".join(str(file) for file in files)
+    if not found.prompts:
+        raise DataError(f"no prompts in {names}: {counted}", expected=ROW_FORMAT)
+    return f"{counted}, of {names}"
 
 
 CHECKS: dict[str, Callable[[RunConfig], str]] = {

@@ -71,6 +71,34 @@ def test_a_target_without_tokenizer_is_refused(tmp_path):
     assert "has no tokenizer" in str(error)
 
 
+def test_prompts_are_counted_and_a_row_that_cannot_be_used_is_named(tmp_path):
+    config = stand_in_config(tmp_path)
+    with (tmp_path / "prompts.jsonl").open("a") as file:
+        file.write('{"prompt": "What is 9?"}\n')
+    found = next(check for check in run_checks(config)[0] if check.name == "prompts")
+    assert found.ok
+    assert found.found.startswith(
+        "7 prompts to train on, 1 held out, 1 of 9 rows rejected (the first, prompts.jsonl:9: "
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "0 held out; expected JSONL rows like"),
+        (
+            '{"conversations": [{"from": "human", "value": "Hi"}]}\n',
+            "prompts.jsonl:1: messages is not a list",
+        ),
+    ],
+)
+def test_prompts_of_which_none_can_be_used_are_refused(tmp_path, content, message):
+    config = stand_in_config(tmp_path)
+    (tmp_path / "prompts.jsonl").write_text(content)
+    _, error = run_checks(config)
+    assert message in str(error)
+
+
 def test_an_engine_environment_that_lacks_a_package_is_named(tmp_path):
     config = stand_in_config(tmp_path)
     script = Path(config.engine.python)
