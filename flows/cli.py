@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from eagle3_core.config import RunConfig, load_profile, parse_stages
+from eagle3_core.config import STAGES, RunConfig, load_profile, parse_stages
 from eagle3_core.errors import EXIT_INTERRUPTED, EXIT_OK, Eagle3Error
 
 DEFAULT_PROFILE = "smollm2-135m-demo"
@@ -31,14 +31,19 @@ app.add_typer(target_app, name="target")
 ProfileArgument = Annotated[str, typer.Argument(help="YAML file, or name of a shipped profile.")]
 SetOption = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Override, e.g. `train.num_epochs=2`; repeatable."),
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Override, e.g. `train.num_epochs=2`; values are YAML; repeatable."
+    ),
 ]
 LimitOption = Annotated[
     int | None, typer.Option("--limit", min=4, help="Rehearse on this many prompts before hours are spent.")
 ]
 StagesOption = Annotated[
     str | None,
-    typer.Option("--stages", help="Comma-separated stages; default all. Inputs come from the store."),
+    typer.Option(
+        "--stages",
+        help=f"Comma-separated, of {', '.join(STAGES)}; default all. Inputs come from the store.",
+    ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 DebugOption = Annotated[bool, typer.Option("--debug", help="Show tracebacks and Prefect's own log.")]

@@ -123,7 +123,7 @@ def _print_plan(estimate: RunEstimate, config: RunConfig) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("stage", "artifact", "state"):
         table.add_column(name, no_wrap=True)
-    for name in ("size", "to write", "minutes"):
+    for name in ("size", "to write", "min"):
         table.add_column(name, justify="right", no_wrap=True)
     shown: set[Stage] = set()
     for artifact in estimate.artifacts:
