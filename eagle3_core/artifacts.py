@@ -143,10 +143,13 @@ def differing_keys(ours: dict[str, Any], theirs: dict[str, Any], prefix: str = "
 
 @lru_cache(maxsize=1)
 def git_commit() -> str | None:
-    """Commit of the checkout, with `+changes` if the tree is dirty; None outside git."""
+    """Commit of the checkout, with `+changes` if tracked files differ; None outside git.
+
+    A profile or prompts that lie in the checkout, untracked, are no change of the code.
+    """
     try:
         commit = _git("rev-parse", "HEAD")
-        return f"{commit}+changes" if _git("status", "--porcelain") else commit
+        return f"{commit}+changes" if _git("status", "--porcelain", "--untracked-files=no") else commit
     except (OSError, subprocess.CalledProcessError):
         return None
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import subprocess
 
 import pytest
 from pydantic import ValidationError
 
+from eagle3_core import artifacts
 from eagle3_core.artifacts import (
     ArtifactPlan,
     ArtifactRef,
@@ -75,3 +77,22 @@ def test_provenance_is_no_part_of_an_identity():
     assert manifest.file("f") == entry
     assert manifest.file("g") is None
     assert identity_hash(manifest.ref.kind, manifest.identity) == manifest.ref.id
+
+
+def test_the_commit_is_marked_when_tracked_files_differ_and_not_for_a_profile_of_ones_own(
+    tmp_path, monkeypatch
+):
+    def git(*arguments):
+        subprocess.run(["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b", *arguments])
+
+    monkeypatch.setattr(artifacts, "PROJECT_ROOT", tmp_path)
+    code = tmp_path / "code.py"
+    code.write_text("x = 1\n")
+    git("init", "--quiet")
+    git("add", "code.py")
+    git("commit", "--quiet", "--no-gpg-sign", "-m", "first")
+    (tmp_path / "my-profile.yaml").write_text("name: mine\n")
+    commit = artifacts.git_commit()
+    assert len(commit) == 40
+    code.write_text("x = 2\n")
+    assert artifacts.git_commit() == f"{commit}+changes"
