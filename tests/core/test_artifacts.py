@@ -92,7 +92,8 @@ def test_the_commit_is_marked_when_tracked_files_differ_and_not_for_a_profile_of
     git("add", "code.py")
     git("commit", "--quiet", "--no-gpg-sign", "-m", "first")
     (tmp_path / "my-profile.yaml").write_text("name: mine\n")
-    commit = artifacts.git_commit()
+    git_commit = artifacts.git_commit.__wrapped__  # the answer is kept for the process
+    commit = git_commit()
     assert len(commit) == 40
     code.write_text("x = 2\n")
-    assert artifacts.git_commit() == f"{commit}+changes"
+    assert git_commit() == f"{commit}+changes"
