@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from pathlib import Path
 
+from eagle3_core.artifacts import ArtifactRef
 from eagle3_core.errors import StoreError
-from eagle3_core.store.files import TEMPORARY_PREFIX, folder_lock, remove_temporary_files
+from eagle3_core.store.files import TEMPORARY_PREFIX, folder_lock
+from eagle3_core.store.local import LocalStore, strangers
 
 
-def remove_leftovers(folders: Iterable[Path]) -> tuple[dict[str, int], list[str]]:
-    """Remove temporary files of artifact folders that no process holds.
+def remove_leftovers(store: LocalStore, artifacts: Iterable[ArtifactRef]) -> tuple[dict[str, int], list[str]]:
+    """Remove what is left over in the folders of artifacts that no process holds.
 
-    Files that a manifest names are never temporary, so nothing that is referenced can be removed.
+    Files that a manifest names are never left over, so nothing that is referenced can be removed.
 
     Returns:
         Path and bytes of each removed file, and the folders that another process holds.
     """
     removed: dict[str, int] = {}
     busy: list[str] = []
-    for folder in folders:
-        found = leftovers(folder)
-        if not found:
+    for ref in artifacts:
+        folder = store.folder(ref)
+        if not leftovers(store, ref):
             continue
         try:
             with folder_lock(folder, wait_seconds=0.0):
-                remove_temporary_files(folder)
+                found = leftovers(store, ref)
+                for path in found:
+                    Path(path).unlink(missing_ok=True)
         except StoreError:
             busy.append(str(folder))
             continue
@@ -33,8 +38,16 @@ def remove_leftovers(folders: Iterable[Path]) -> tuple[dict[str, int], list[str]
     return removed, busy
 
 
-def leftovers(folder: Path) -> dict[str, int]:
-    """Temporary files in a folder: path and bytes."""
+def leftovers(store: LocalStore, ref: ArtifactRef) -> dict[str, int]:
+    """Path and bytes of an artifact's temporary files and, once it is complete, of files it does not name."""
+    folder, manifest = store.folder(ref), store.find(ref)
     if not folder.is_dir():
         return {}
-    return {str(path): path.stat().st_size for path in sorted(folder.rglob(f"{TEMPORARY_PREFIX}*"))}
+    found = set(folder.rglob(f"{TEMPORARY_PREFIX}*"))
+    if manifest is not None and manifest.state == "complete":
+        found |= set(strangers(folder, manifest))
+    sizes: dict[str, int] = {}
+    for path in sorted(found):
+        with contextlib.suppress(FileNotFoundError):  # its writer has just finished it
+            sizes[str(path)] = path.stat().st_size
+    return sizes

@@ -22,7 +22,7 @@ from eagle3_core.estimate import check_space, estimate_run
 from eagle3_core.host.process import run_step
 from eagle3_core.host.run_folder import RunFolder
 from eagle3_core.leftovers import remove_leftovers
-from eagle3_core.planning import RunPlan, plan_run
+from eagle3_core.planning import STAGE_INPUTS, RunPlan, plan_run
 from eagle3_core.preflight import run_checks
 from eagle3_core.report.write import write_report
 from eagle3_core.serving.acceptance import check_acceptance
@@ -217,10 +217,9 @@ def _benchmark(run: _Run) -> StageOutcome:
 
 
 def _cleanup(run: _Run) -> StageOutcome:
-    """Remove temporary files that interrupted writers of this run's artifacts left."""
+    """Remove what interrupted writers of this run's artifacts left."""
     plan = plan_run(run.config)
-    folders = [plan.store.folder(planned.ref) for planned in plan.artifacts.values()]
-    removed, busy = remove_leftovers(folders)
+    removed, busy = remove_leftovers(plan.store, [planned.ref for planned in plan.artifacts.values()])
     size = sum(removed.values())
     in_use = f"; {len(busy)} folders are in use by another run" if busy else ""
     return StageOutcome(

@@ -122,7 +122,8 @@ class ArtifactWriter:
     """Writes one artifact; used inside `LocalStore.writer`.
 
     `files` starts from what an earlier, interrupted writer recorded and still matches its hashes, so that
-    the caller can go on with what is missing.
+    the caller can go on with what is missing. `is_complete` is true where another process has made the whole
+    artifact while this one waited for the lock: then there is nothing left to do.
     """
 
     def __init__(
@@ -137,6 +138,7 @@ class ArtifactWriter:
             entry.path: entry for entry in (found.files if found else ()) if entry.path not in bad
         }
         self.facts: dict[str, Any] = dict(found.facts) if found else {}
+        self.is_complete = found is not None and found.state == "complete" and not bad
         for path in bad:
             (self.folder / path).unlink(missing_ok=True)
 
@@ -151,14 +153,11 @@ class ArtifactWriter:
             entry = file_entry(self.folder, path)
             self.files[entry.path] = entry
         self.facts |= facts
-        self._remove_strangers()
-        return self._write("complete", seconds)
-
-    def _remove_strangers(self) -> None:
-        keep = {MANIFEST_NAME, LOCK_NAME, *self.files}
-        for path in self.folder.rglob("*"):
-            if path.is_file() and path.relative_to(self.folder).as_posix() not in keep:
-                path.unlink()
+        manifest = self._write("complete", seconds)
+        # Not before: as long as the manifest does not say complete, a resume needs these files.
+        for path in strangers(self.folder, manifest):
+            path.unlink(missing_ok=True)
+        return manifest
 
     def _write(self, state: str, seconds: float | None) -> Manifest:
         manifest = Manifest(
@@ -172,3 +171,13 @@ class ArtifactWriter:
         )
         write_atomic(self.folder / MANIFEST_NAME, manifest.model_dump_json(indent=1))
         return manifest
+
+
+def strangers(folder: Path, manifest: Manifest) -> list[Path]:
+    """Files of a complete artifact's folder that its manifest does not name (the lock apart)."""
+    keep = {MANIFEST_NAME, LOCK_NAME, *(entry.path for entry in manifest.files)}
+    return [
+        path
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.relative_to(folder).as_posix() not in keep
+    ]

@@ -8,6 +8,7 @@ import pytest
 
 from eagle3_core.artifacts import ArtifactPlan, ArtifactRef
 from eagle3_core.errors import StoreError
+from eagle3_core.leftovers import remove_leftovers
 from eagle3_core.store.files import file_entry
 from eagle3_core.store.local import MANIFEST_NAME, LocalStore
 
@@ -102,3 +103,44 @@ def test_a_manifest_moved_to_another_id_or_cut_short_is_refused(tmp_path: Path) 
     (folder / MANIFEST_NAME).write_bytes((folder / MANIFEST_NAME).read_bytes()[:-20])
     with pytest.raises(StoreError, match="cannot be read"):
         store.find(PLAN.ref)
+
+
+def test_a_writer_killed_while_completing_has_lost_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = LocalStore(tmp_path)
+    folder = interrupted(store)
+    write_file(folder, "resume", "what the next writer needs unless this one has finished")
+
+    def killed(path: Path, missing_ok: bool = False) -> None:
+        raise KeyboardInterrupt
+
+    with store.writer(PLAN) as writer, monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", killed)
+        with pytest.raises(KeyboardInterrupt):
+            writer.complete()
+    assert store.is_intact(PLAN.ref)
+    assert (folder / "resume").exists()
+    assert list(remove_leftovers(store, [PLAN.ref])[0]) == [str(folder / "resume")]
+    assert store.is_intact(PLAN.ref)
+
+
+def test_what_an_interrupted_writer_needs_is_not_left_over(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    folder = interrupted(store)
+    write_file(folder, "resume", "")
+    assert remove_leftovers(store, [PLAN.ref]) == ({}, [])
+    assert (folder / "resume").exists()
+
+
+def test_a_writer_that_waited_sees_that_the_artifact_is_complete(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    folder = interrupted(store)
+    with store.writer(PLAN) as writer:
+        assert not writer.is_complete
+        writer.complete()
+    with store.writer(PLAN) as writer:
+        assert writer.is_complete
+    (folder / "a").write_text("damaged")
+    with store.writer(PLAN) as writer:
+        assert not writer.is_complete
