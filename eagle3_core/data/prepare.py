@@ -107,6 +107,8 @@ class _Preparation:
             if not self._reuses("conversations"):
                 self._make_conversations()
             self._make_dataset()
+            if writer.is_complete:
+                return
         facts = self._facts("dataset")
         rejected = [Rejection.model_validate(rejection) for rejection in facts["rejected"]]
         self._check(Ledger(facts["num_read"], facts["num_kept"], rejected), facts)

@@ -73,6 +73,8 @@ def run(spec: StepSpec, progress: Progress) -> ExportResult:
     embedding = {"include_embedding": config.export.include_embedding}
     files: list[Path] = []
     with store.writer(spec.outputs["export"], spec.run_id) as writer:
+        if writer.is_complete:
+            return ExportResult.model_validate(writer.facts["result"])
         for index, engine in enumerate(config.export.engines):
             folder = writer.folder / engine
             files += FORMATS[engine].write(

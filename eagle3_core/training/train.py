@@ -66,6 +66,8 @@ def run(spec: StepSpec, progress: Progress) -> TrainResult:
     index = index_samples(samples, folder, shards, _bad_samples(store, spec))
     _log_skipped(index.skipped)
     with store.writer(spec.outputs["checkpoint"], spec.run_id) as writer:
+        if writer.is_complete:
+            return TrainResult.model_validate(writer.facts["result"])
         resume = ResumeFolder(writer.folder, spec.outputs["checkpoint"])
         metrics = MetricsLog(writer.folder)
         reader = PackReader(folder, index.splits["train"], spec.config.train.ttt_steps)

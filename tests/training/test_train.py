@@ -267,3 +267,15 @@ def test_replay_may_draft_deeper_than_training(tmp_path: Path, tiny_target: Targ
     rates = _records(spec, "epoch")[0]["rates"]
     assert len(rates["unconditional"]) == 4
     assert len(read_dataset(LocalStore(spec.config.store_path).folder(spec.inputs["dataset"]))) == 16
+
+
+def test_a_checkpoint_that_another_run_has_completed_is_left_alone(
+    trained: tuple[StepSpec, TrainResult],
+) -> None:
+    spec, result = trained
+    store = LocalStore(spec.config.store_path)
+    folder = store.folder(spec.outputs["checkpoint"].ref)
+    before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir() if path.name != ".lock"}
+    assert train.run(spec, Quiet()) == result  # type: ignore[arg-type]
+    after = {path.name: path.stat().st_mtime_ns for path in folder.iterdir() if path.name != ".lock"}
+    assert after == before
