@@ -43,12 +43,24 @@ def prompt_files(config: RunConfig) -> list[Path]:
     return files
 
 
+def prompt_hashes(config: RunConfig) -> list[str]:
+    """The hash of each prompt file's content, in order.
+
+    Raises:
+        DataError: one does not exist or cannot be read.
+    """
+    try:
+        return [hashlib.sha256(file.read_bytes()).hexdigest()[:32] for file in prompt_files(config)]
+    except OSError as error:
+        raise DataError(f"cannot read the prompts ({error})", remedy="check data.prompts") from error
+
+
 def plan_conversations(config: RunConfig, target: TargetInfo, engine_version: str) -> ArtifactPlan:
     """The target's own answers to the prompts."""
     generation = config.data.generation
     sampling = {"top_p": generation.top_p, "seed": generation.seed} if generation.temperature else {}
     identity = {
-        "prompts": [hashlib.sha256(file.read_bytes()).hexdigest()[:32] for file in prompt_files(config)],
+        "prompts": prompt_hashes(config),
         "heldout_fraction": config.data.heldout_fraction,
         "limit": config.limit,
         "max_tokens": generation.max_tokens,

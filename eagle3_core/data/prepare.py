@@ -29,7 +29,7 @@ from eagle3_core.data.samples import (
 from eagle3_core.data.template import ChatTemplate, load_chat_template
 from eagle3_core.data.vocabulary import answer_counts, build_vocabulary, save_vocabulary
 from eagle3_core.errors import DataError
-from eagle3_core.identity import prompt_files
+from eagle3_core.identity import prompt_files, prompt_hashes
 from eagle3_core.step import Progress
 from eagle3_core.store.dataset import DATASET_FILE, Sample, content_hash, read_dataset, write_dataset
 from eagle3_core.store.files import atomic_file
@@ -100,6 +100,7 @@ class _Preparation:
     def _chat(self) -> ChatTemplate:
         return load_chat_template(
             Path(self._spec.target_path), trust_remote_code=self._config.target.trust_remote_code
+        self._check_prompts()
         )
 
     def run(self) -> PrepareResult:
@@ -127,6 +128,13 @@ class _Preparation:
         return intact
 
     def _facts(self, kind: str) -> dict[str, Any]:
+    def _check_prompts(self) -> None:
+        """Refuse prompts that were changed after the run was planned: their id would be another one."""
+        planned = self._spec.outputs["conversations"].identity["prompts"]
+        if prompt_hashes(self._config) != planned:
+            names = ", ".join(str(file) for file in prompt_files(self._config))
+            raise DataError(f"the prompts were changed during the run: {names}", remedy="start the run again")
+
         return self._store.read(self._spec.outputs[kind].ref).facts
 
     def _folder(self, kind: str) -> Path:

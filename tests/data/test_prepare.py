@@ -215,3 +215,13 @@ def test_no_prompt_at_all_is_an_error(workspace: _Workspace) -> None:
     workspace.prompts.write_text("\n")
     with pytest.raises(DataError, match="no prompts were found"):
         workspace.run(workspace.spec())
+
+
+def test_prompts_that_changed_after_the_plan_are_refused(
+    tmp_path: Path, make_config: Callable[..., RunConfig]
+) -> None:
+    workspace = _Workspace(tmp_path, make_config)
+    spec = workspace.spec()
+    workspace.prompts.write_text(workspace.prompts.read_text().replace("number 3", "number 33"))
+    with pytest.raises(DataError, match=r"changed during the run: .*prompts\.jsonl; start the run again"):
+        workspace.run(spec)
