@@ -222,7 +222,9 @@ class EngineConfig(Section):
         default=0.9, gt=0, le=1, description="Share of GPU memory for the engine."
     )
     environment: dict[str, str] = Field(
-        default={}, description="Extra environment variables of the step's process."
+        default={},
+        description="Extra environment variables of the step's process. Secrets belong into the environment "
+        "of the command or worker instead, which the step inherits.",
     )
 
 

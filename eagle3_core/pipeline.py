@@ -27,6 +27,7 @@ from eagle3_core.preflight import run_checks
 from eagle3_core.report.write import write_report
 from eagle3_core.serving.acceptance import check_acceptance
 from eagle3_core.store.local import LocalStore
+from eagle3_core.host.lines import without_secrets
 from eagle3_core.target.locate import fetch_spec, is_builtin, target_folder
 
 NOT_RETRIED = {
@@ -183,7 +184,7 @@ def _make(stage: StepName) -> Callable[[_Run], StageOutcome]:
         if not reused:
             _check_inputs(plan, stage, inputs)
             spec = StepSpec(
-                config=run.config,
+                config=without_secrets(run.config),
                 run_id=run.folder.run_id,
                 target_path=str(plan.target_path),
                 outputs={str(kind): planned for kind, planned in outputs.items()},

@@ -87,7 +87,7 @@ def run_step(
             if not isinstance(error, TimeoutError):
                 raise
             raise _timeout_error(name, files, output.tail, timeout_seconds or 0.0) from None
-    return _result(name, status, files, output.tail)
+    return _result(name, status, files, output)
 
 
 class _Output:
@@ -96,7 +96,7 @@ class _Output:
     def __init__(
         self, log: IO[str], redact: Redactor, on_line: OnLine | None, on_progress: OnProgress | None
     ) -> None:
-        self._log, self._redact = log, redact
+        self._log, self.redact = log, redact
         self._on_line, self._on_progress = on_line, on_progress
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
 
@@ -119,7 +119,7 @@ class _Output:
             self._parse(line)
 
     def _parse(self, line: str) -> Parsed:
-        parsed = parse_line(self._redact(line))
+        parsed = parse_line(self.redact(line))
         if parsed.text is not None:
             self._log.write(parsed.text + "\n")
             self._log.flush()
@@ -279,9 +279,9 @@ def _timeout_error(name: str, files: _StepFiles, tail: tuple[str, ...], seconds:
     )
 
 
-def _result(name: str, status: int, files: _StepFiles, tail: tuple[str, ...]) -> Any:
+def _result(name: str, status: int, files: _StepFiles, output: _Output) -> Any:
     """The step's result, or the error that says why there is none."""
-    log_path = str(files.log)
+    log_path, tail = str(files.log), output.tail
     try:
         outcome = StepOutcome.model_validate_json(files.result.read_bytes())
     except (OSError, ValidationError):
@@ -291,7 +291,8 @@ def _result(name: str, status: int, files: _StepFiles, tail: tuple[str, ...]) ->
         ) from None
     if outcome.failure is not None:
         failure = outcome.failure
-        raise StepError(failure.message, log_path=log_path, tail=tail, error_type=failure.error_type)
+        message = output.redact(failure.message)
+        raise StepError(message, log_path=log_path, tail=tail, error_type=failure.error_type)
     if status != 0:
         raise StepError(f"step {name} {describe_status(status)}", log_path=log_path, tail=tail)
     return RESULT_TYPES[name].model_validate(outcome.result)

@@ -24,6 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from eagle3_core.artifacts import ArtifactRef, git_commit
 from eagle3_core.config import RunConfig, Stage
 from eagle3_core.errors import HostError
+from eagle3_core.host.lines import without_secrets
 from eagle3_core.host.process_tree import ProcessId
 from eagle3_core.store.files import write_atomic
 
@@ -184,8 +185,8 @@ def create_run_folder(
 
 
 def write_config(folder: RunFolder, config: RunConfig) -> None:
-    """Write the resolved configuration into the run folder."""
-    document = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+    """Write the resolved configuration into the run folder, secrets masked."""
+    document = yaml.safe_dump(without_secrets(config).model_dump(mode="json"), sort_keys=False)
     write_atomic(folder.path / CONFIG_NAME, document)
 
 
