@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -45,7 +46,7 @@ class ProcessId(BaseModel):
         return f"{self.pid}:{self.start_ticks}:{self.namespace}"
 
     def is_gone(self) -> bool:
-        """Whether the process has ended; False where that cannot be known (another container)."""
+        """Whether the process has ended; False where that cannot be known (another host or container)."""
         if self.namespace != _namespace():
             return False
         return _start_ticks(self.pid) != self.start_ticks
@@ -169,7 +170,8 @@ def _start_ticks(pid: int) -> int | None:
 
 
 def _namespace() -> str:
+    """Host and pid namespace; every host calls its first namespace the same."""
     try:
-        return os.readlink("/proc/self/ns/pid")
+        return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -229,6 +230,12 @@ def test_secrets_of_the_environment_stay_out_of_the_log(tmp_path, monkeypatch):
     assert "***" in text
 
 
+def test_secrets_of_the_environment_stay_out_of_the_error(tmp_path, monkeypatch):
+    monkeypatch.setenv("SOME_API_TOKEN", "does not like its data")
+    with pytest.raises(StepError, match=r"the stand-in \*\*\*; give it other data"):
+        run(verify_spec(tmp_path, "user_error"), tmp_path / "logs")
+
+
 def test_statuses_are_described():
     assert describe_status(3) == "ended with exit code 3"
     assert describe_status(-9) == "was killed by SIGKILL (out of memory?)"
@@ -249,3 +256,10 @@ def test_a_process_id_knows_whether_its_process_lives():
     assert theirs.is_gone()
     assert ProcessId.parse(str(theirs)) == theirs
     assert ProcessId.parse("nonsense") is None
+
+
+def test_a_process_of_another_host_is_not_taken_for_gone(monkeypatch):
+    gone = ProcessId.current().model_copy(update={"start_ticks": 1})
+    assert gone.is_gone()
+    monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
+    assert not gone.is_gone()
