@@ -24,6 +24,8 @@ TOKENIZER_FILES = (
     "tiktoken.model", "sentencepiece.bpe.model", "spiece.model", "vocab.json", "vocab.txt", "merges.txt",
 )  # fmt: skip
 """What decides the tokens of a chat: `generation_config.json` names the ids that end a turn."""
+SAMPLED_TENSORS = 2048
+SAMPLE_BYTES = 64
 MAX_HEADER_BYTES = 100 << 20
 
 
@@ -56,7 +58,7 @@ class TargetInfo(BaseModel):
     quantization: str | None
     weights_bytes: int
     fingerprint: str = Field(
-        description="Of the configuration, the target's own code, and weight names, shapes and sizes."
+        description="Of the configuration, the target's code, and of weights: names, shapes, sizes, samples."
     )
     tokenizer_fingerprint: str = Field(description="Of tokenizer, chat template and end-of-turn ids.")
     embedding: TensorPlace
@@ -201,13 +203,26 @@ def _fingerprint(config: dict[str, Any], headers: dict[str, TensorPlace], path: 
 
 
 def _sample_hash(file: Path, num_blocks: int = 16, block_bytes: int = 4096) -> str:
-    """Hash of a few evenly spaced blocks: tells retrained weights of equal shape apart at no cost."""
+    """Hash of a few evenly spaced blocks and of the middle of every tensor (of `SAMPLED_TENSORS` at most).
+
+    Tells retrained weights of equal shape apart at no cost, also where only one tensor was trained.
+    """
     size = file.stat().st_size
+    places = [
+        (max(0, (size - block_bytes) * index // max(1, num_blocks - 1)), block_bytes)
+        for index in range(num_blocks)
+    ]
+    spans = sorted(tuple(entry["data_offsets"]) for entry in read_header(file).values())
+    data = size - max((stop for _, stop in spans), default=0)
+    stride = -(-len(spans) // SAMPLED_TENSORS) or 1
+    for start, stop in spans[::stride]:
+        length = min(SAMPLE_BYTES, stop - start)
+        places.append((data + (start + stop - length) // 2, length))
     digest = hashlib.sha256()
     with file.open("rb") as handle:
-        for index in range(num_blocks):
-            handle.seek(max(0, (size - block_bytes) * index // max(1, num_blocks - 1)))
-            digest.update(handle.read(block_bytes))
+        for place, length in places:
+            handle.seek(place)
+            digest.update(handle.read(length))
     return digest.hexdigest()[:16]
 
 

@@ -137,3 +137,16 @@ def test_the_targets_own_code_is_in_its_fingerprint(tmp_path: Path) -> None:
     before = inspect_target(folder).fingerprint
     (folder / "modeling_own.py").write_text("SCALE = 2")
     assert inspect_target(folder).fingerprint != before
+
+
+def test_the_fingerprint_changes_with_one_small_tensor(tmp_path: Path) -> None:
+    shapes = {"filler": [100_000, 8], **SHAPES, "more": [100_000, 8]}
+    folder = make_target(tmp_path, shapes=shapes)
+    first = inspect_target(folder).fingerprint
+    file = folder / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    (length,) = struct.unpack("<Q", content[:8])
+    start, stop = json.loads(content[8 : 8 + length])["model.norm.weight"]["data_offsets"]
+    content[8 + length + start : 8 + length + stop] = b"\x01" * (stop - start)
+    file.write_bytes(content)
+    assert inspect_target(folder).fingerprint != first
