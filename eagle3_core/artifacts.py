@@ -116,6 +116,12 @@ class Manifest(_Record):
 
     def file(self, path: str) -> FileEntry | None:
         """The entry of one file, or None."""
+    @property
+    def content(self) -> str:
+        """Hash over names and hashes of all files: tells one making of an artifact from another."""
+        entries = [[entry.path, entry.xxh3_128] for entry in self.files]
+        return hashlib.sha256(canonical_json(entries)).hexdigest()[:32]
+
         return next((entry for entry in self.files if entry.path == path), None)
 
 

@@ -236,10 +236,14 @@ def _artifact_estimate(plan: RunPlan, kind: ArtifactKind, size: int, wanted: set
 
 
 def _dataset(plan: RunPlan) -> list[Sample] | None:
+    """The dataset's samples; None where it is missing or damaged, in which case `prepare` will make it."""
     manifest = plan.manifest("dataset")
     if manifest is None or manifest.state != "complete":
         return None
-    return read_dataset(plan.store.folder(manifest.ref))
+    try:
+        return read_dataset(plan.store.folder(manifest.ref))
+    except DataError:
+        return None
 
 
 def _state_bytes(plan: RunPlan, samples: Sequence[Sample]) -> int:

@@ -16,9 +16,18 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from eagle3_core.artifacts import ArtifactKind, ArtifactPlan, ArtifactRef
 from eagle3_core.config import RunConfig, Stage
-from eagle3_core.contracts import RESULT_TYPES, BenchmarkResult, ProgressEvent, StepName, StepSpec
+from eagle3_core.contracts import (
+    RESULT_TYPES,
+    BenchmarkResult,
+    PrepareResult,
+    ProgressEvent,
+    StepName,
+    StepSpec,
+)
+from eagle3_core.data.ledger import Ledger
 from eagle3_core.errors import EXIT_BUG, Eagle3Error, StepError, StoreError, VerificationError
 from eagle3_core.estimate import check_space, estimate_run
+from eagle3_core.host.lines import without_secrets
 from eagle3_core.host.process import run_step
 from eagle3_core.host.run_folder import RunFolder
 from eagle3_core.leftovers import remove_leftovers
@@ -27,7 +36,6 @@ from eagle3_core.preflight import run_checks
 from eagle3_core.report.write import write_report
 from eagle3_core.serving.acceptance import check_acceptance
 from eagle3_core.store.local import LocalStore
-from eagle3_core.host.lines import without_secrets
 from eagle3_core.target.locate import fetch_spec, is_builtin, target_folder
 
 NOT_RETRIED = {
@@ -180,7 +188,7 @@ def _make(stage: StepName) -> Callable[[_Run], StageOutcome]:
     def handler(run: _Run) -> StageOutcome:
         plan = plan_run(run.config)
         outputs, inputs = plan.outputs(stage), plan.inputs(stage)  # type: ignore[arg-type]
-        reused = _intact(plan, outputs)
+        reused = _intact(plan, outputs) and not (stage == "verify" and _is_outdated(plan))
         if not reused:
             _check_inputs(plan, stage, inputs)
             spec = StepSpec(
@@ -196,6 +204,15 @@ def _make(stage: StepName) -> Callable[[_Run], StageOutcome]:
     return handler
 
 
+def _prepare(run: _Run) -> StageOutcome:
+    """Hold a reused dataset against the limits too; the step does it with a new one."""
+    outcome = _make("prepare")(run)
+    if outcome.reused:
+        ledger = Ledger.of(PrepareResult.model_validate(outcome.result))
+        ledger.check(run.config.data.max_rejected_fraction, is_rehearsal=run.config.limit is not None)
+    return outcome
+
+
 def _verify(run: _Run) -> StageOutcome:
     """Check sizes and hashes of the capture first, without an engine."""
     plan = plan_run(run.config)
@@ -207,6 +224,26 @@ def _verify(run: _Run) -> StageOutcome:
             remedy="run the stage extract again: it makes these anew and keeps the others",
         )
     return _make("verify")(run)
+
+
+def _train(run: _Run) -> StageOutcome:
+    """Refuse states that were made again after they had been verified."""
+    plan = plan_run(run.config)
+    refs = plan.inputs("train")
+    if _is_outdated(plan):
+        raise StoreError(
+            f"{refs['verification']} is older than the files of {refs['capture']}: some were made again",
+            remedy="run the stage verify first (`--stages verify,train`)",
+        )
+    return _make("train")(run)
+
+
+def _is_outdated(plan: RunPlan) -> bool:
+    """Whether there is a verification of other files than those that the capture has now."""
+    capture, verification = plan.manifest("capture"), plan.manifest("verification")
+    if capture is None or verification is None:
+        return False
+    return verification.facts.get("capture_content") != capture.content
 
 
 def _benchmark(run: _Run) -> StageOutcome:
@@ -237,8 +274,9 @@ def _report(run: _Run) -> StageOutcome:
 
 
 def _intact(plan: RunPlan, outputs: dict[ArtifactKind, ArtifactPlan]) -> bool:
-    """Whether every output is complete, matches its hashes, and the last one carries a result."""
-    manifests = [plan.store.find(planned.ref) for planned in outputs.values()]
+    """Whether the needed outputs are complete, match their hashes, and the last one carries a result."""
+    needed = _needed(outputs)
+    manifests = [plan.store.find(planned.ref) for kind, planned in outputs.items() if kind in needed]
     if any(manifest is None or manifest.state != "complete" for manifest in manifests):
         return False
     last = manifests[-1]
@@ -247,6 +285,15 @@ def _intact(plan: RunPlan, outputs: dict[ArtifactKind, ArtifactPlan]) -> bool:
         and "result" in last.facts
         and not any(plan.store.problems(manifest) for manifest in manifests if manifest)
     )
+
+
+def _needed(outputs: dict[ArtifactKind, ArtifactPlan]) -> set[ArtifactKind]:
+    """Outputs without which a stage is not done: those that another stage reads, and the last one.
+
+    The answers behind an intact dataset may be missing or damaged: generated anew they would not be those
+    that the dataset was made from.
+    """
+    return {kind for kinds in STAGE_INPUTS.values() for kind in kinds} | {list(outputs)[-1]}
 
 
 def _check_inputs(plan: RunPlan, stage: str, inputs: dict[ArtifactKind, ArtifactRef]) -> None:
@@ -268,7 +315,9 @@ def _outcome(
     run: _Run, plan: RunPlan, stage: StepName, outputs: dict[ArtifactKind, ArtifactPlan], reused: bool
 ) -> StageOutcome:
     """Read the stage's result back from the store: the same for a new and a reused one."""
-    manifests = [plan.store.read(planned.ref) for planned in outputs.values()]
+    needed = [plan.store.read(outputs[kind].ref) for kind in outputs if kind in _needed(outputs)]
+    others = [plan.store.find(outputs[kind].ref) for kind in outputs if kind not in _needed(outputs)]
+    manifests = [*filter(None, others), *needed]
     result = RESULT_TYPES[stage].model_validate(manifests[-1].facts.get("result"))
     verb = "reused, hashes match" if reused else "made"
     return StageOutcome(
@@ -289,10 +338,10 @@ def _some(problems: dict[str, str]) -> str:
 _HANDLERS: dict[Stage, Callable[[_Run], StageOutcome]] = {
     "preflight": _preflight,
     "plan": _plan,
-    "prepare": _make("prepare"),
+    "prepare": _prepare,
     "extract": _make("extract"),
     "verify": _verify,
-    "train": _make("train"),
+    "train": _train,
     "export": _make("export"),
     "benchmark": _benchmark,
     "cleanup": _cleanup,

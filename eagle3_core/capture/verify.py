@@ -69,7 +69,12 @@ def run(spec: StepSpec, progress: Progress) -> VerifyResult:
     with store.writer(spec.outputs["verification"], spec.run_id) as writer:
         path = writer.folder / RESULT_FILE
         write_atomic(path, json.dumps(result.model_dump(mode="json"), indent=1))
-        writer.complete([path], seconds=time.monotonic() - started, result=result.model_dump(mode="json"))
+        writer.complete(
+            [path],
+            seconds=time.monotonic() - started,
+            result=result.model_dump(mode="json"),
+            capture_content=manifest.content,
+        )
     return result
 
 

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +17,7 @@ import numpy as np
 
 from eagle3_core.contracts import PrepareResult, Rejection, StepSpec
 from eagle3_core.data.conversations import Prompt, read_prompts
+from eagle3_core.data.ledger import Ledger
 from eagle3_core.data.regenerate import AnswerLog, Regenerated, regenerate
 from eagle3_core.data.samples import (
     Conversation,
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
     from vllm import LLM
 
 ANSWER_LOG = "answers.jsonl"
-NUM_NAMED_REASONS = 3
 
 logger = logging.getLogger(__name__)
 
@@ -51,41 +49,6 @@ def run(spec: StepSpec, progress: Progress) -> PrepareResult:
         DataError: nothing was kept, too much was rejected, or a split is empty.
     """
     return _Preparation(spec, progress).run()
-
-
-@dataclass(frozen=True)
-class Ledger:
-    """Every conversation that was read is kept or rejected with a reason."""
-
-    num_read: int
-    num_kept: int
-    rejected: list[Rejection]
-
-    def check(self, max_rejected_fraction: float, *, is_rehearsal: bool) -> None:
-        """Raise `DataError` if nothing or too little was kept; a rehearsal only warns of the latter."""
-        assert self.num_read == self.num_kept + len(self.rejected), "a conversation got lost"
-        if not self.num_kept:
-            raise DataError(
-                f"no samples left: all {self.num_read:,} conversations were rejected ({self.reasons()})",
-                remedy="correct the prompts or the chat template",
-            )
-        share = len(self.rejected) / self.num_read
-        if share > max_rejected_fraction:
-            problem = DataError(
-                f"{len(self.rejected):,} of {self.num_read:,} conversations were rejected ({self.reasons()})",
-                expected=f"at most {max_rejected_fraction:.0%}",
-                remedy="correct the prompts or raise data.max_rejected_fraction",
-            )
-            if not is_rehearsal:
-                raise problem
-            logger.warning("%s", problem)
-
-    def reasons(self) -> str:
-        """The most frequent reasons with their counts."""
-        counts = Counter(rejection.reason for rejection in self.rejected)
-        named = [f"{count} x {reason}" for reason, count in counts.most_common(NUM_NAMED_REASONS)]
-        others = len(counts) - len(named)
-        return "; ".join(named + ([f"{others} other reasons"] if others else [])) or "no prompts were found"
 
 
 class _Preparation:
@@ -100,7 +63,6 @@ class _Preparation:
     def _chat(self) -> ChatTemplate:
         return load_chat_template(
             Path(self._spec.target_path), trust_remote_code=self._config.target.trust_remote_code
-        self._check_prompts()
         )
 
     def run(self) -> PrepareResult:
@@ -108,8 +70,6 @@ class _Preparation:
             if not self._reuses("conversations"):
                 self._make_conversations()
             self._make_dataset()
-            if writer.is_complete:
-                return
         facts = self._facts("dataset")
         rejected = [Rejection.model_validate(rejection) for rejection in facts["rejected"]]
         self._check(Ledger(facts["num_read"], facts["num_kept"], rejected), facts)
@@ -128,13 +88,6 @@ class _Preparation:
         return intact
 
     def _facts(self, kind: str) -> dict[str, Any]:
-    def _check_prompts(self) -> None:
-        """Refuse prompts that were changed after the run was planned: their id would be another one."""
-        planned = self._spec.outputs["conversations"].identity["prompts"]
-        if prompt_hashes(self._config) != planned:
-            names = ", ".join(str(file) for file in prompt_files(self._config))
-            raise DataError(f"the prompts were changed during the run: {names}", remedy="start the run again")
-
         return self._store.read(self._spec.outputs[kind].ref).facts
 
     def _folder(self, kind: str) -> Path:
@@ -147,12 +100,15 @@ class _Preparation:
     def _make_conversations(self) -> None:
         config = self._config
         started = time.monotonic()
+        self._check_prompts()
         found = read_prompts(prompt_files(config), config.data.heldout_fraction, config.limit)
         logger.info(
             "%d prompts; %d rows rejected, %d left out by the limit",
             len(found.prompts), len(found.rejected), found.num_left_out,
         )  # fmt: skip
         with self._store.writer(self._spec.outputs["conversations"], self._spec.run_id) as writer:
+            if writer.is_complete:
+                return
             log = AnswerLog(writer.folder / ANSWER_LOG)
             try:
                 made = regenerate(found.prompts, self._chat, config, self._load_engine, log, self._progress)
@@ -171,6 +127,13 @@ class _Preparation:
                 num_answer_tokens=sum(len(a.token_ids) for c in conversations for a in c.answers),
                 generated_tokens_per_second=self._speed()["generated_tokens_per_second"],
             )
+
+    def _check_prompts(self) -> None:
+        """Refuse prompts that were changed after the run was planned: their id would be another one."""
+        planned = self._spec.outputs["conversations"].identity["prompts"]
+        if prompt_hashes(self._config) != planned:
+            names = ", ".join(str(file) for file in prompt_files(self._config))
+            raise DataError(f"the prompts were changed during the run: {names}", remedy="start the run again")
 
     def _load_engine(self) -> LLM:
         from eagle3_core.target.vllm_engine import load_vllm

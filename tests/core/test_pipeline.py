@@ -10,10 +10,11 @@ from eagle3_core.errors import EXIT_STEP_FAILED, StepError
 from eagle3_core.host.run_folder import RunFolder, create_run_folder
 from eagle3_core.pipeline import StageError, run_stage
 from eagle3_core.planning import STAGE_INPUTS, STAGE_OUTPUTS, plan_run
+from eagle3_core.store.files import file_entry, write_atomic
 from tests.doubles.profile import stand_in_config
 
 STEPS = ("prepare", "extract", "verify", "train", "export", "benchmark")
-STAGES = (*STEPS, "cleanup")
+STAGES = (*STEPS, "plan", "cleanup", "report")
 
 pytestmark = pytest.mark.orchestrator
 
@@ -161,3 +162,78 @@ def test_every_input_is_an_output_of_an_earlier_stage():
     for stage, outputs in STAGE_OUTPUTS.items():
         assert set(STAGE_INPUTS[stage]) <= made
         made |= set(outputs)
+
+
+def test_a_damaged_dataset_does_not_stop_the_plan_and_is_made_again(config):
+    run_all(config, ("prepare",))
+    plan = plan_run(config)
+    file = plan.store.folder(plan.artifacts["dataset"].ref) / "samples.parquet"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1])
+    run_stage("plan", config, "r")
+    assert not run_stage("prepare", config, "r").reused
+    assert file.read_bytes() == whole
+
+
+@pytest.mark.parametrize("how", ["removed", "damaged"])
+def test_answers_behind_an_intact_dataset_are_not_needed(config, how):
+    run_all(config, ("prepare", "extract"))
+    plan = plan_run(config)
+    folder = plan.store.folder(plan.artifacts["conversations"].ref)
+    if how == "removed":
+        shutil.rmtree(folder)
+    else:
+        (folder / "conversations.jsonl").write_text("")
+    assert run_stage("prepare", config, "r").reused
+    assert run_stage("extract", config, "r").reused
+
+
+def test_the_limit_on_rejected_prompts_is_applied_to_a_reused_dataset(config, tmp_path):
+    run_all(config, ("prepare",))
+    plan = plan_run(config)
+    manifest = plan.manifest("vocabulary")
+    result = manifest.facts["result"] | {
+        "num_kept": 6,
+        "rejected": [{"key": key, "reason": "too short"} for key in "ab"],
+    }
+    changed = manifest.model_copy(update={"facts": {"result": result}})
+    (plan.store.folder(manifest.ref) / "manifest.json").write_text(changed.model_dump_json())
+    assert run_stage("prepare", config, "r").reused
+    strict = stand_in_config(tmp_path, data={"max_rejected_fraction": 0.1})
+    with pytest.raises(StageError, match=r"2 of 8 conversations were rejected \(2 x too short\)"):
+        run_stage("prepare", strict, "r")
+
+
+def remake_a_shard_differently(config):
+    """Another engine session may write other bytes under the same id."""
+    plan = plan_run(config)
+    capture = plan.artifacts["capture"]
+    name = "shard-00001.safetensors"
+    with plan.store.writer(capture) as writer:
+        write_atomic(writer.folder / name, "other states")
+        writer.record(file_entry(writer.folder, writer.folder / name))
+        writer.complete()
+
+
+def test_states_that_were_made_again_are_verified_again_before_they_are_trained_on(config):
+    run_all(config, ("prepare", "extract", "verify"))
+    remake_a_shard_differently(config)
+    with pytest.raises(StageError, match=r"verification/.* is older than .*run the stage verify first"):
+        run_stage("train", config, "r")
+    assert not run_stage("verify", config, "r").reused
+    assert run_stage("verify", config, "r").reused
+    run_stage("train", config, "r")
+
+
+def test_a_secret_of_the_profile_is_not_written_into_the_run_folder(tmp_path):
+    config = stand_in_config(tmp_path)
+    environment = {"HF_TOKEN": "hf_4711472847", "VLLM_X": "plain-value"}
+    config = config.model_copy(
+        update={"engine": config.engine.model_copy(update={"environment": environment})}
+    )
+    run = create_run_folder(config, STAGES, "r")
+    run_all(config, ("prepare",))
+    run_stage("report", config, "r")
+    texts = [path.read_text() for path in run.path.rglob("*") if path.is_file()]
+    assert not [text for text in texts if "hf_4711472847" in text]
+    assert [text for text in texts if "plain-value" in text]

@@ -179,7 +179,9 @@ def _verify(spec: StepSpec, progress: Progress) -> VerifyResult:
         layers=[],
         bad_samples=[],
     )
-    return _complete(spec, "verification", result)
+    capture = spec.inputs.get("capture")
+    content = LocalStore(spec.config.store_path).read(capture).content if capture else None
+    return _complete(spec, "verification", result, capture_content=content)
 
 
 def _train(spec: StepSpec, progress: Progress) -> TrainResult:
@@ -253,8 +255,8 @@ def _write_text(writer: ArtifactWriter, name: str) -> None:
     writer.record(file_entry(writer.folder, writer.folder / name))
 
 
-def _complete(spec: StepSpec, kind: str, result: Any) -> Any:
+def _complete(spec: StepSpec, kind: str, result: Any, **facts: Any) -> Any:
     with _writer(spec, kind) as writer:
         _write_text(writer, f"{kind}.txt")
-        writer.complete(seconds=0.1, result=result.model_dump(mode="json"))
+        writer.complete(seconds=0.1, result=result.model_dump(mode="json"), **facts)
     return result
