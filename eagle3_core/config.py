@@ -28,6 +28,7 @@ Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 CAPTURE_MARGIN_TOKENS = 4
 """vLLM captures nothing for a batch with a sequence that comes within two tokens of its longest one."""
+MAX_SHOWN_INPUT = 100
 
 PROJECT_ROOT = Path(__file__).resolve().parent.parent
 """The checkout. Relative paths in a profile are relative to it, so a run means the same from any folder."""
@@ -36,7 +37,7 @@ PROJECT_ROOT = Path(__file__).resolve().parent.parent
 class Section(BaseModel):
     """Base of all configuration models: frozen, unknown keys forbidden."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
 
 class TargetConfig(Section):
@@ -350,7 +351,9 @@ def _describe(problem: Any) -> str:
         return f"unknown key {where}"
     if problem["type"] == "missing":
         return f"{where} is missing"
-    return f"{where}: {problem['msg']} (found {problem['input']!r})"
+    found = repr(problem["input"])
+    shown = found if len(found) <= MAX_SHOWN_INPUT else f"{found[:MAX_SHOWN_INPUT]}..."
+    return f"{where}: {problem['msg']} (found {shown})"
 
 
 def _apply_override(document: dict[str, Any], override: str) -> None:
@@ -362,4 +365,10 @@ def _apply_override(document: dict[str, Any], override: str) -> None:
         document = document.setdefault(section, {})
         if not isinstance(document, dict):
             raise ConfigError(f"override {override!r}: {section} is not a section")
-    document[field] = yaml.safe_load(text)
+    try:
+        document[field] = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(
+            f"override {override!r}: the value is not YAML ({getattr(error, 'problem', error)})",
+            remedy="quote it, as in `KEY='\"value\"'`",
+        ) from error

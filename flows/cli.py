@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from eagle3_core.config import STAGES, RunConfig, load_profile, parse_stages
-from eagle3_core.errors import EXIT_INTERRUPTED, EXIT_OK, Eagle3Error
+from eagle3_core.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_OK, Eagle3Error
 
 DEFAULT_PROFILE = "smollm2-135m-demo"
 
@@ -23,7 +23,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Train an EAGLE-3 draft for a target model and measure it in the engine that will serve it.",
     epilog="A PROFILE is a YAML file or the name of one in deployments/profiles. Errors are one line and the "
-    "exit code says whose they are: 2 yours to correct, 3 a step that failed (its log is named), 1 a bug.",
+    "exit code says whose they are: 2 yours to correct, 3 a step that failed (its log is named), 1 a bug. "
+    "`--debug` shows the traceback.",
 )
 target_app = typer.Typer(no_args_is_help=True, help="Fetch or inspect a target.")
 app.add_typer(target_app, name="target")
@@ -193,19 +194,30 @@ def _load(profile: str, limit: int | None, overrides: list[str] | None) -> RunCo
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return the documented exit code."""
     given = sys.argv[1:] if arguments is None else arguments
+    debug = "--debug" in given
+    if given[:1] != ["run"]:
+        given = [argument for argument in given if argument != "--debug"]
     try:
         app(args=given)
         return EXIT_OK
     except SystemExit as ended:
-        return ended.code if isinstance(ended.code, int) else EXIT_OK
-    except Eagle3Error as error:
-        if "--debug" in given:
-            raise
-        print(f"eagle3: {error}", file=sys.stderr)
-        return error.exit_code
+        if ended.code is None or isinstance(ended.code, int):
+            return ended.code or EXIT_OK
+        return _say(str(ended.code), EXIT_BUG)
     except KeyboardInterrupt:
-        print("eagle3: interrupted; start it again to go on", file=sys.stderr)
-        return EXIT_INTERRUPTED
+        return _say("interrupted; start it again to go on", EXIT_INTERRUPTED)
+    except Exception as error:
+        if debug:
+            raise
+        if isinstance(error, Eagle3Error):
+            return _say(str(error), error.exit_code)
+        reason = " ".join(str(error).split())
+        return _say(f"{type(error).__name__}: {reason}; `--debug` shows where", EXIT_BUG)
+
+
+def _say(message: str, exit_code: int) -> int:
+    print(f"eagle3: {message}", file=sys.stderr)
+    return exit_code
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import yaml
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import DeploymentScheduleCreate, WorkPoolCreate
@@ -17,6 +16,7 @@ from prefect.utilities.callables import parameter_schema
 
 from eagle3_core.config import PROJECT_ROOT, RunConfig
 from eagle3_core.errors import HostError
+from flows.api import require_api
 from flows.eagle3 import eagle3
 
 WORK_POOL = "eagle3"
@@ -31,23 +31,18 @@ def deploy_all(config: RunConfig) -> Iterator[str]:
     Raises:
         HostError: no API is configured, or it does not answer.
     """
-    url = PREFECT_API_URL.value()
-    if not url:
+    if not PREFECT_API_URL.value():
         raise HostError(
             "no Prefect API is configured",
             remedy="start one with `prefect server start` and set PREFECT_API_URL=http://127.0.0.1:4200/api",
         )
-    try:
-        with get_client(sync_client=True) as client:
-            yield _ensure_work_pool(client)
-            flow_id = client.create_flow(eagle3)
-            for definition in definitions():
-                _register(client, flow_id, definition, config)
-                yield f"deployment eagle3/{definition['name']}: {definition['description']}"
-    except httpx.TransportError as error:
-        raise HostError(
-            f"the Prefect API {url} does not answer ({error})", remedy="is `prefect server start` running?"
-        ) from error
+    require_api()
+    with get_client(sync_client=True) as client:
+        yield _ensure_work_pool(client)
+        flow_id = client.create_flow(eagle3)
+        for definition in definitions():
+            _register(client, flow_id, definition, config)
+            yield f"deployment eagle3/{definition['name']}: {definition['description']}"
     yield f"start a worker with `prefect worker start --pool {WORK_POOL}`"
 
 

@@ -19,6 +19,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+from eagle3_core.config import PROJECT_ROOT
 from eagle3_core.errors import HostError
 
 START_SECONDS = 180.0
@@ -45,6 +46,7 @@ class EmbeddedServer:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=os.environ | SERVER_VARIABLES,
+                cwd=PROJECT_ROOT,  # a folder `flows` where the user works must not be taken for ours
                 start_new_session=True,
             )
 

@@ -45,6 +45,10 @@ def launch(config: RunConfig, stages: Sequence[Stage] | None, debug: bool) -> in
         _, error = run_checks(config)
         if error is not None:
             raise error
+        if server is None:
+            from flows.api import require_api
+
+            require_api()
         return _run_flow(config, list(stages or STAGES), server)
     finally:
         if server is not None:

@@ -191,9 +191,9 @@ def write_config(folder: RunFolder, config: RunConfig) -> None:
 
 
 def list_runs(workspace: Path) -> list[RunFolder]:
-    """Run folders of a workspace, oldest first."""
-    runs = workspace / "runs"
-    return [RunFolder(path) for path in sorted(runs.glob("*")) if RUN_ID_PATTERN.match(path.name)]
+    """Run folders of a workspace, oldest first; one whose making was interrupted is no run."""
+    paths = [path for path in sorted((workspace / "runs").glob("*")) if RUN_ID_PATTERN.match(path.name)]
+    return [RunFolder(path) for path in paths if (path / RECORD_NAME).is_file()]
 
 
 def find_run(workspace: Path, name: str) -> RunFolder:

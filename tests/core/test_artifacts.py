@@ -97,3 +97,11 @@ def test_the_commit_is_marked_when_tracked_files_differ_and_not_for_a_profile_of
     assert len(commit) == 40
     code.write_text("x = 2\n")
     assert git_commit() == f"{commit}+changes"
+
+
+@pytest.mark.parametrize(
+    "text", ["capture", "capture/1", "capture/ZZZZZZZZZZZZZZZZ", "nothing/0123456789abcdef"]
+)
+def test_text_that_names_no_artifact_is_refused(text: str) -> None:
+    with pytest.raises(StoreError, match="names no artifact"):
+        ArtifactRef.parse(text)

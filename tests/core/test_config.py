@@ -132,3 +132,17 @@ def test_every_field_says_what_it_means():
         if not field.get("description")
     ]
     assert silent == []
+
+
+def test_a_value_that_is_not_yaml_is_refused_with_its_override():
+    with pytest.raises(ConfigError, match=r"override 'data\.prompts=\[a': the value is not YAML"):
+        load_profile("smollm2-135m-demo", ["data.prompts=[a"])
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_numbers_that_are_not_finite_are_refused(value):
+    assert "train.learning_rate: Input should be" in refusal(train={"learning_rate": value})
+
+
+def test_a_long_wrong_value_is_cut():
+    assert len(refusal(train={"num_epochs": "x" * 5000})) < 400

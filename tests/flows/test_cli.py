@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from eagle3_core.config import PROJECT_ROOT, STAGES
-from eagle3_core.errors import EXIT_OK, EXIT_USER_ERROR
+from eagle3_core.errors import EXIT_BUG, EXIT_OK, EXIT_USER_ERROR
 from tests.doubles.profile import stand_in_profile
 from tests.doubles.target import make_target
 
@@ -199,3 +199,67 @@ def test_every_field_of_a_profile_is_listed(capsys):
     text = capsys.readouterr().out
     assert "train.num_epochs  int, default 8" in text
     assert "name  str, required" in text
+
+
+def test_an_error_that_nobody_expected_is_one_line_too(profile, capsys, monkeypatch):
+    from flows import views
+    from flows.cli import main
+
+    def broken(*arguments):
+        raise ZeroDivisionError("division\nby zero")
+
+    monkeypatch.setattr(views, "show_plan", broken)
+    assert main(["plan", str(profile)]) == EXIT_BUG
+    assert capsys.readouterr().err == ("eagle3: ZeroDivisionError: division by zero; `--debug` shows where\n")
+    with pytest.raises(ZeroDivisionError):
+        main(["plan", str(profile), "--debug"])
+
+
+def test_an_exit_with_a_message_is_a_failure(profile, capsys, monkeypatch):
+    from flows import views
+    from flows.cli import main
+
+    monkeypatch.setattr(views, "show_plan", lambda *arguments: sys.exit("no more"))
+    assert main(["plan", str(profile)]) == EXIT_BUG
+    assert capsys.readouterr().err == "eagle3: no more\n"
+
+
+@pytest.mark.parametrize("name", ["capture/ZZZZZZZZZZZZZZZZ", "nothing/0123456789abcdef", "0123"])
+def test_an_artifact_that_does_not_exist_is_one_line(profile, capsys, name):
+    from flows.cli import main
+
+    assert main(["lineage", name, "--store", str(profile.parent / "store")]) == EXIT_USER_ERROR
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_run_folder_whose_making_was_interrupted_is_no_run(profile, capsys):
+    from flows.cli import main
+
+    workspace = profile.parent / "workspace"
+    (workspace / "runs" / "20260101-000000-a-0123" / "logs").mkdir(parents=True)
+    assert main(["runs", "--workspace", str(workspace)]) == EXIT_OK
+    assert "no runs in" in capsys.readouterr().out
+    assert main(["show", "--workspace", str(workspace)]) == EXIT_USER_ERROR
+    assert "no run matches 'latest'" in capsys.readouterr().err
+
+
+def test_a_folder_flows_where_the_user_works_is_not_taken_for_ours(tmp_path, monkeypatch, prefect_home):
+    from flows.embedded_server import EmbeddedServer
+
+    (tmp_path / "flows").mkdir()
+    (tmp_path / "flows" / "__init__.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    server = EmbeddedServer(tmp_path / "server.log")
+    try:
+        server.wait()
+    finally:
+        server.stop()
+
+
+def test_an_api_that_does_not_answer_is_one_line(profile, eagle3_command):
+    for command in ("run", "deploy"):
+        arguments = (command, "--profile", str(profile)) if command == "deploy" else (command, str(profile))
+        done = eagle3_command(*arguments, PREFECT_API_URL="http://127.0.0.1:9/api")
+        assert done.returncode == EXIT_USER_ERROR, done.stderr
+        assert done.stderr.count("\n") == 1
+        assert "the Prefect API http://127.0.0.1:9/api does not answer" in done.stderr
