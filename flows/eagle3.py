@@ -12,7 +12,6 @@ from prefect.states import Cancelled
 from pydantic import Field
 
 from eagle3_core.config import STAGES, RunConfig, Stage, parse_stages
-from eagle3_core.errors import Eagle3Error
 from eagle3_core.host.process_tree import end_orphans
 from eagle3_core.host.run_folder import RunFolder, create_run_folder, new_run_id
 from eagle3_core.report.write import write_report
@@ -95,5 +94,5 @@ def _end_badly(run: RunFolder, config: RunConfig, state: Any, message: str) -> N
     try:
         run.finish(state, message)
         write_report(run.path, LocalStore(config.store_path))
-    except Eagle3Error as error:
+    except Exception as error:
         get_run_logger().warning("no report of this run: %s", error)

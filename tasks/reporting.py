@@ -40,7 +40,7 @@ class StageReporter:
         self._second, self._in_second, self._left_out = 0, 0, 0
         self._artifact: UUID | None = None
         self._last_progress = 0.0
-        self._last_check = time.monotonic()
+        self._last_check = -CANCEL_CHECK_SECONDS
 
     @property
     def callbacks(self) -> Callbacks:

@@ -31,8 +31,10 @@ def run_reported(stage: Stage, config: RunConfig, run_id: str, heading: str) -> 
 
     Raises:
         StageError: names the stage and the first cause.
+        RunCancelled: the run was cancelled, perhaps before this stage began.
     """
     reporter = StageReporter(stage)
+    reporter.tick()
     terminal().stage_started(stage)
     with reporter.core_log():
         outcome = run_stage(stage, config, run_id, reporter.callbacks)

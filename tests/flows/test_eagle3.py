@@ -236,3 +236,29 @@ def test_a_run_starts_its_own_server_where_no_api_is_configured(tmp_path, eagle3
     assert (done.returncode, done.stderr) == (0, "")
     assert "prepare" in done.stdout
     assert (home / "prefect.db").is_file()
+
+
+def test_a_run_cancelled_before_a_stage_begins_does_not_begin_it(tmp_path, api, monkeypatch):
+    from tasks.reporting import RunCancelled, StageReporter
+
+    def cancelled(reporter):
+        raise RunCancelled("the run was cancelled")
+
+    monkeypatch.setattr(StageReporter, "tick", cancelled)
+    config = stand_in_config(tmp_path)
+    assert run_flow(config, ["cleanup", "report"]).is_cancelled()
+    record = record_of(config)
+    assert record.state == "cancelled"
+    assert [stage.state for stage in record.stages] == ["pending", "pending"]
+
+
+def test_a_report_that_fails_does_not_hide_why_the_run_failed(tmp_path, api, monkeypatch):
+    import flows.eagle3
+
+    def broken(folder, store):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(flows.eagle3, "write_report", broken)
+    state = run_flow(stand_in_config(tmp_path), ["extract"])
+    error = state.result(raise_on_failure=False)
+    assert "stage extract needs dataset/" in str(error).replace("the stage", "stage")
