@@ -15,6 +15,7 @@ from eagle3_core.config import RunConfig, resolve_path
 from eagle3_core.errors import DataError
 from eagle3_core.target.info import TargetInfo
 from eagle3_core.target.layers import final_layer_id, resolve_aux_layer_ids
+from eagle3_core.target.locate import verifier_name
 
 STEP_VERSION: dict[ArtifactKind, int] = {
     "target": 1,
@@ -22,7 +23,7 @@ STEP_VERSION: dict[ArtifactKind, int] = {
     "dataset": 1,
     "vocabulary": 1,
     "capture": 1,
-    "verification": 2,
+    "verification": 1,
     "checkpoint": 1,
     "export": 1,
     "benchmark": 1,
@@ -128,9 +129,10 @@ def plan_checkpoint(
     return _plan("checkpoint", identity, parents={"capture": capture, "vocabulary": vocabulary})
 
 
-def plan_export(config: RunConfig, checkpoint: ArtifactRef) -> ArtifactPlan:
-    """The folder that engines load."""
-    return _plan("export", config.export.model_dump(mode="json"), parents={"checkpoint": checkpoint})
+def plan_export(config: RunConfig, target: TargetInfo, checkpoint: ArtifactRef) -> ArtifactPlan:
+    """The folder that engines load; it names the target, so a target that was moved gives another one."""
+    identity = config.export.model_dump(mode="json") | {"verifier": verifier_name(config, target.path)}
+    return _plan("export", identity, parents={"checkpoint": checkpoint})
 
 
 def plan_benchmark(

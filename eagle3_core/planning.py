@@ -138,7 +138,7 @@ def plan_artifacts(
     engine = versions.capture_engine(config)
     capture = identity.plan_capture(config, target, dataset.ref, content_hash, engine)
     checkpoint = identity.plan_checkpoint(config, target, capture.ref, vocabulary.ref)
-    export = identity.plan_export(config, checkpoint.ref)
+    export = identity.plan_export(config, target, checkpoint.ref)
     return plans | {
         "capture": capture,
         "verification": identity.plan_verification(config, capture.ref),

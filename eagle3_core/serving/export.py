@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Protocol
 
 from eagle3_core.artifacts import ArtifactRef
-from eagle3_core.config import RunConfig, resolve_path
 from eagle3_core.contracts import ExportResult, StepSpec
 from eagle3_core.errors import ExportError
 from eagle3_core.serving.draft import AUX_IDS_KEY, TrainedDraft, read_draft
@@ -22,6 +21,7 @@ from eagle3_core.step import Progress
 from eagle3_core.store.local import LocalStore
 from eagle3_core.target.info import TargetInfo, inspect_target
 from eagle3_core.target.layers import resolve_aux_layer_ids
+from eagle3_core.target.locate import verifier_name
 
 logger = logging.getLogger(__name__)
 
@@ -95,13 +95,6 @@ def run(spec: StepSpec, progress: Progress) -> ExportResult:
         )
         writer.complete(files, seconds=time.monotonic() - started, result=result.model_dump(mode="json"))
     return result
-
-
-def verifier_name(config: RunConfig, target_path: str) -> str:
-    """What an engine is told to load as the target: the hub id of a hub model, otherwise its folder."""
-    name = config.target.model
-    is_hub_id = name.count("/") == 1 and not name.startswith((".", "/", "~"))
-    return name if is_hub_id and not resolve_path(name).exists() else target_path
 
 
 def _read_inputs(store: LocalStore, spec: StepSpec) -> TrainedDraft:

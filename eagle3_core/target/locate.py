@@ -89,6 +89,13 @@ def target_folder(config: RunConfig) -> Path:
     )
 
 
+def verifier_name(config: RunConfig, target_path: str) -> str:
+    """What an engine is told to load as the target: the hub id of a hub model, otherwise its folder."""
+    name = config.target.model
+    is_hub_id = name.count("/") == 1 and not name.startswith((".", "/", "~"))
+    return name if is_hub_id and not resolve_path(name).exists() else target_path
+
+
 def hub_cache() -> Path:
     """The folder of downloaded hub models, by the hub client's own environment variables."""
     if "HF_HUB_CACHE" in os.environ:

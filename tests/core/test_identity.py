@@ -1,4 +1,4 @@
-"""What each id depends on, and that a change of output without a new STEP_VERSION is noticed."""
+"""What each id depends on."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def ids(config: RunConfig, target: TargetInfo = TARGET, engine: str = "vllm 1.0"
     vocabulary = identity.plan_vocabulary(config, target, dataset.ref)
     capture = identity.plan_capture(config, target, dataset.ref, "c" * 32, engine)
     checkpoint = identity.plan_checkpoint(config, target, capture.ref, vocabulary.ref)
-    export = identity.plan_export(config, checkpoint.ref)
+    export = identity.plan_export(config, target, checkpoint.ref)
     plans = [
         conversations,
         dataset,
@@ -114,6 +114,12 @@ def test_another_target_gives_other_ids(document, field):
     other = TARGET.model_copy(update={field: "other"})
     before, after = ids(parse_config(document)), ids(parse_config(document), other)
     assert all(before[kind] != after[kind] for kind in ALL)
+
+
+def test_a_target_that_was_moved_gives_an_export_that_names_its_new_place(document):
+    moved = TARGET.model_copy(update={"path": "/elsewhere"})
+    before, after = ids(parse_config(document)), ids(parse_config(document), moved)
+    assert [kind for kind in ALL if before[kind] != after[kind]] == ["export", "benchmark"]
 
 
 def test_another_engine_version_gives_other_states(document):

@@ -208,7 +208,9 @@ class Factory:
 
     def export_spec(self, checkpoint: ArtifactRef, **sections: Any) -> StepSpec:
         """What the export step gets for a checkpoint."""
-        return self._spec(sections, lambda c: plan_export(c, checkpoint), {"checkpoint": checkpoint})
+        return self._spec(
+            sections, lambda c: plan_export(c, self.target, checkpoint), {"checkpoint": checkpoint}
+        )
 
     def benchmark_spec(self, export: ArtifactRef, **sections: Any) -> StepSpec:
         """What the benchmark step gets for an export."""
