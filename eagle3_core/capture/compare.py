@@ -13,12 +13,15 @@ state; the state of row j predicts token j + 1, and token 4 is the last):
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-TIE_TOLERANCE = 2 * 2**-8
-"""Two logits closer than this share of the top one are not told apart by bf16 (8 bits of mantissa)."""
+from eagle3_core.target.rounding import TIE_TOLERANCE
+
+FEW_MISSES = 2
+"""Rows of one sample that may miss, however few rows it has."""
 WRONG_LAYER_RATIO = 5.0
 """The nearest wrong layer must be at least this many times as far away as the right one."""
 
@@ -34,10 +37,24 @@ class NextTokenCounts:
     def __add__(self, other: NextTokenCounts) -> NextTokenCounts:
         return NextTokenCounts(self.rows + other.rows, self.exact + other.exact, self.ties + other.ties)
 
+    @classmethod
+    def of(cls, exact: torch.Tensor, ties: torch.Tensor) -> NextTokenCounts:
+        """Count the rows [R] that `match_next_tokens` judged."""
+        return cls(len(exact), int(exact.sum()), int(ties.sum()))
+
     @property
     def agreement(self) -> float:
         """(exact + ties) / rows; 0 without rows."""
         return (self.exact + self.ties) / self.rows if self.rows else 0.0
+
+    @property
+    def is_hopeless(self) -> bool:
+        """Most rows miss, and not only because there are few: these states belong to other tokens.
+
+        Rounding costs a row here and there. States of another sample, layer or target miss nearly always.
+        """
+        misses = self.rows - self.exact - self.ties
+        return misses > FEW_MISSES and 2 * misses > self.rows
 
 
 def checked_rows(loss_mask: torch.Tensor, final_rows: torch.Tensor) -> torch.Tensor:
@@ -53,8 +70,8 @@ def checked_rows(loss_mask: torch.Tensor, final_rows: torch.Tensor) -> torch.Ten
     return torch.nonzero(inside & generated).flatten()
 
 
-def count_next_tokens(logits: torch.Tensor, expected: torch.Tensor) -> NextTokenCounts:
-    """Compare logits [R, V] with expected next tokens [R].
+def match_next_tokens(logits: torch.Tensor, expected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which rows of logits [R, V] give the expected next tokens [R], exactly and as a tie; [R] bool each.
 
     A row that does not give its token is a tie if the token's logit is within `TIE_TOLERANCE` times the
     absolute top logit of the top.
@@ -63,7 +80,7 @@ def count_next_tokens(logits: torch.Tensor, expected: torch.Tensor) -> NextToken
     found = logits.gather(1, expected.long().to(logits.device)[:, None])[:, 0]
     exact = best.cpu() == expected.long().cpu()
     near = ((top - found) <= TIE_TOLERANCE * top.abs()).cpu()
-    return NextTokenCounts(len(expected), int(exact.sum()), int((near & ~exact).sum()))
+    return exact, near & ~exact
 
 
 def relative_errors(states: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
@@ -141,6 +158,15 @@ def layer_distances(
         parts.append(errors[which > 0])
         firsts.append(errors[which == 0])
     return LayerDistances(capture_id, torch.cat(parts), torch.cat(firsts))
+
+
+def pooled(parts: Sequence[LayerDistances]) -> LayerDistances:
+    """The distances of one layer in several samples taken together."""
+    return LayerDistances(
+        parts[0].capture_id,
+        torch.cat([part.errors for part in parts]),
+        torch.cat([part.first_token for part in parts]),
+    )
 
 
 def nonfinite_counts(aux_states: torch.Tensor, final_states: torch.Tensor) -> list[tuple[int, int, int]]:

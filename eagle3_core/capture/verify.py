@@ -3,7 +3,8 @@
 Hashes and sizes are the store's business. Here every shard is read once: structure, keys, token ids and
 masks against the dataset, finite values in all rows. Then the meaning: the target's final norm and LM head on
 stored final states must give the tokens that the target generated, and stored layers must be nearest to their
-own layer of a transformers forward.
+own layer of a transformers forward. That forward is made for samples of shards from all over the capture,
+which may be the work of several sessions, and each sample is judged alone: many right ones hide no wrong one.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,9 +24,10 @@ from eagle3_core.capture.compare import (
     LayerDistances,
     NextTokenCounts,
     checked_rows,
-    count_next_tokens,
     layer_distances,
+    match_next_tokens,
     nonfinite_counts,
+    pooled,
 )
 from eagle3_core.capture.job import capture_layout
 from eagle3_core.capture.reference import ReferenceModel
@@ -42,6 +45,7 @@ from eagle3_core.target.weights import FinalHead
 logger = logging.getLogger(__name__)
 
 RESULT_FILE = "verification.json"
+MAX_LISTED = 10
 
 
 def run(spec: StepSpec, progress: Progress) -> VerifyResult:
@@ -61,7 +65,7 @@ def run(spec: StepSpec, progress: Progress) -> VerifyResult:
     samples = read_dataset(store.folder(dataset))
     shards = plan_shards(samples, layout, int(config.capture.shard_bytes))
     check_file_names([entry.path for entry in manifest.files], shards)
-    checker = CaptureChecker(config, info, samples, layout)
+    checker = CaptureChecker(config, info, samples, layout, len(shards))
     for shard in shards:
         checker.read(store.folder(capture), shard)
         progress(shard.index + 1, len(shards), "shards", f"{len(checker.bad)} bad samples", force=True)
@@ -86,10 +90,16 @@ class CaptureChecker:
         info: the target.
         samples: all samples of the dataset, in order.
         layout: what the capture is meant to store.
+        num_shards: shards of the whole capture.
     """
 
     def __init__(
-        self, config: RunConfig, info: TargetInfo, samples: Sequence[Sample], layout: ShardLayout
+        self,
+        config: RunConfig,
+        info: TargetInfo,
+        samples: Sequence[Sample],
+        layout: ShardLayout,
+        num_shards: int,
     ) -> None:
         self._config, self._info, self._samples, self._layout = config, info, samples, layout
         self._head = FinalHead(info, config.engine.device)
@@ -98,7 +108,13 @@ class CaptureChecker:
         self.bad: list[BadSample] = []
         self.damaged: list[str] = []
         self.next_tokens = NextTokenCounts()
+        self.hopeless: list[str] = []
         self._for_layers: list[CapturedSample] = []
+        count = config.verify.reference_samples
+        self._from_shard = Counter(index * num_shards // count for index in range(count))
+        self._owed = 0
+        if not count:
+            logger.warning("verify.reference_samples is 0: no layer is compared with a reference forward")
 
     def read(self, folder: Path, shard: PlannedShard) -> None:
         """Check one shard."""
@@ -121,7 +137,7 @@ class CaptureChecker:
                 logger.warning("%s in %s: %s", sample.key, shard.file_name, problem)
             else:
                 good.append(stored)
-        self._check_meaning(good)
+        self._check_meaning(good, self._from_shard[shard.index])
 
     def result(self, num_shards: int) -> VerifyResult:
         """The outcome.
@@ -133,6 +149,7 @@ class CaptureChecker:
         self._judge_meaning()
         distances = self._layer_distances()
         self._judge_layers(distances)
+        layers = [_layer_check(pooled(found)) for found in distances if found]
         return VerifyResult(
             num_shards=num_shards,
             num_samples=len(self._samples),
@@ -140,25 +157,37 @@ class CaptureChecker:
             num_exact=self.next_tokens.exact,
             num_ties=self.next_tokens.ties,
             agreement=self.next_tokens.agreement,
-            layers=[_layer_check(found) for found in distances],
+            layers=layers,
             bad_samples=self.bad,
         )
 
-    def _check_meaning(self, good: Sequence[CapturedSample]) -> None:
-        """Next tokens of some samples of a shard, evenly spread."""
+    def _check_meaning(self, good: Sequence[CapturedSample], num_for_layers: int) -> None:
+        """Next tokens of some samples of a shard, evenly spread; keeps the longest answers for the layers."""
         chosen = [good[i] for i in spread(len(good), self._config.verify.samples_per_shard)]
-        wanted = self._config.verify.reference_samples - len(self._for_layers)
-        self._for_layers += chosen[: max(0, wanted)]
+        self._owed += num_for_layers
+        longest = sorted(chosen, key=lambda sample: -len(sample.final_rows))[: self._owed]
+        self._owed -= len(longest)
+        self._for_layers += longest
+        if not chosen:
+            return
         states, expected = [], []
         for sample in chosen:
             rows = checked_rows(sample.loss_mask, sample.final_rows)
             states.append(sample.final_states[rows])
             expected.append(self._expected_tokens(sample, sample.final_rows[rows]))
-        if not states:
-            return
         tokens = torch.cat(expected)
-        for part, logits in self._head.chunks(torch.cat(states)):
-            self.next_tokens += count_next_tokens(logits, tokens[part])
+        parts = [
+            match_next_tokens(logits, tokens[part]) for part, logits in self._head.chunks(torch.cat(states))
+        ]
+        if not parts:
+            return
+        exact, ties = (
+            torch.cat(rows).split([len(each) for each in expected]) for rows in zip(*parts, strict=True)
+        )
+        for sample, found in zip(chosen, map(NextTokenCounts.of, exact, ties), strict=True):
+            self.next_tokens += found
+            if found.is_hopeless:
+                self.hopeless.append(f"{sample.key}: {found.exact + found.ties} of {found.rows} rows")
 
     def _expected_tokens(self, sample: CapturedSample, rows: torch.Tensor) -> torch.Tensor:
         """The token that must follow each row: the generated one if decoding was greedy."""
@@ -175,19 +204,18 @@ class CaptureChecker:
             )
         return self._reference
 
-    def _layer_distances(self) -> list[LayerDistances]:
-        chosen = self._for_layers
-        if not chosen:
-            return []
-        references = [self._reference_model().all_states(sample.input_ids).cpu() for sample in chosen]
-        all_rows = [torch.arange(len(sample.input_ids)) for sample in chosen]
-        found = [
-            layer_distances(k, [sample.aux_states[:, place] for sample in chosen], all_rows, references)
-            for place, k in enumerate(self._layout.aux_layer_ids)
-        ]
-        final = [sample.final_states for sample in chosen]
-        final_rows = [sample.final_rows for sample in chosen]
-        return [*found, layer_distances(self._layout.final_layer_id, final, final_rows, references)]
+    def _layer_distances(self) -> list[list[LayerDistances]]:
+        """For each stored layer its distances, sample by sample."""
+        ids = (*self._layout.aux_layer_ids, self._layout.final_layer_id)
+        found: list[list[LayerDistances]] = [[] for _ in ids]
+        for sample in self._for_layers:
+            reference = [self._reference_model().all_states(sample.input_ids).cpu()]
+            every_row = torch.arange(len(sample.input_ids))
+            stored = [(states, every_row) for states in sample.aux_states.unbind(dim=1)]
+            stored.append((sample.final_states, sample.final_rows))
+            for place, (states, rows) in enumerate(stored):
+                found[place].append(layer_distances(ids[place], [states], [rows], reference))
+        return found
 
     def _judge_damage(self) -> None:
         if self.damaged:
@@ -197,7 +225,7 @@ class CaptureChecker:
             )
         limit = self._config.verify.max_bad_samples
         if len(self.bad) > limit:
-            listed = "; ".join(f"{bad.key} in {bad.shard}: {bad.problem}" for bad in self.bad[:10])
+            listed = "; ".join(f"{bad.key} in {bad.shard}: {bad.problem}" for bad in self.bad[:MAX_LISTED])
             raise VerificationError(
                 f"{len(self.bad)} bad samples ({listed})",
                 expected=f"at most {limit} (verify.max_bad_samples)",
@@ -217,17 +245,27 @@ class CaptureChecker:
                 expected=f"at least {least} (verify.min_next_token_agreement)",
                 remedy="the states are of another layer, another target or other tokens: extract again",
             )
-
-    def _judge_layers(self, distances: Sequence[LayerDistances]) -> None:
-        wrong = [found for found in distances if not found.is_right]
-        if wrong:
-            listed = "; ".join(
-                f"capture id {found.capture_id} is {found.median_error:.4f} from its own layer and "
-                f"{found.nearest_wrong_median:.4f} from the nearest other (nearest is {found.nearest_id})"
-                for found in wrong
-            )
+        if self.hopeless:
             raise VerificationError(
-                f"stored layers are not the ones they claim to be: {listed}",
+                f"norm and LM head on the stored final states do not give the next tokens of "
+                f"{len(self.hopeless)} samples ({'; '.join(self.hopeless[:MAX_LISTED])})",
+                expected="most rows of every sample",
+                remedy="their states are of other samples or layers: remove these shards and extract again",
+            )
+
+    def _judge_layers(self, distances: Sequence[Sequence[LayerDistances]]) -> None:
+        wrong = [
+            f"capture id {one.capture_id} is {one.median_error:.4f} from its own layer and "
+            f"{one.nearest_wrong_median:.4f} from the nearest other (nearest is {one.nearest_id}) in the "
+            f"sample {sample.key}"
+            for found in distances
+            for one, sample in zip(found, self._for_layers, strict=True)
+            if not one.is_right
+        ]
+        if wrong:
+            listed = "; ".join(wrong[:MAX_LISTED])
+            raise VerificationError(
+                f"stored layers are not the ones they claim to be ({len(wrong)} comparisons): {listed}",
                 expected=f"the own layer nearest, any other {WRONG_LAYER_RATIO:g} times as far",
                 remedy="the engine counts layers otherwise or computes otherwise: use another engine version",
             )

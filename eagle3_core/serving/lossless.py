@@ -15,18 +15,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from eagle3_core.config import RunConfig
 from eagle3_core.contracts import PromptComparison
+from eagle3_core.target.info import inspect_target
+from eagle3_core.target.rounding import is_tie
 
 if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger(__name__)
 
-TIE_TOLERANCE = 2 * 2**-8
-"""Two units in the last place of bf16 (8 significant bits), relative to the logit."""
 MAX_TIE_FRACTION = 0.1
 
 Lossless = Literal["identical", "ties", "differs"]
@@ -84,11 +85,6 @@ def compare_outputs(
     return comparisons
 
 
-def is_tie(left: float, right: float) -> bool:
-    """Whether two logits are equal within `TIE_TOLERANCE` of the greater magnitude."""
-    return abs(left - right) <= TIE_TOLERANCE * max(abs(left), abs(right))
-
-
 def classify(comparisons: Sequence[PromptComparison]) -> Lossless:
     """`identical`, `ties`, or `differs`: a difference that is no tie, or ties in over a tenth of prompts."""
     different = [one for one in comparisons if one.first_difference is not None]
@@ -99,18 +95,21 @@ def classify(comparisons: Sequence[PromptComparison]) -> Lossless:
 
 
 def load_reference(config: RunConfig, target_path: str) -> NextLogits:
-    """The target in transformers, in fp32 on the run's device."""
+    """The target in transformers, in fp32 on the run's device.
+
+    Raises:
+        TargetError: transformers cannot load it.
+    """
     import torch
-    from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(
-        target_path, dtype=torch.float32, trust_remote_code=config.target.trust_remote_code
+    from eagle3_core.capture.reference import ReferenceModel
+
+    model = ReferenceModel(
+        inspect_target(Path(target_path)), "float32", config.engine.device, config.target.trust_remote_code
     )
-    model = model.to(config.engine.device).eval()
 
-    @torch.inference_mode()
     def next_logits(prefix: list[int]) -> torch.Tensor:
-        ids = torch.tensor([prefix], device=model.device)
-        return model(input_ids=ids, use_cache=False).logits[0, -1].float().cpu()
+        _, logits = model.forward(torch.tensor(prefix), ())
+        return logits[-1].cpu()
 
     return next_logits

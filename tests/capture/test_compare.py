@@ -8,8 +8,8 @@ import torch
 from eagle3_core.capture.compare import (
     NextTokenCounts,
     checked_rows,
-    count_next_tokens,
     layer_distances,
+    match_next_tokens,
     nonfinite_counts,
     relative_errors,
 )
@@ -27,11 +27,21 @@ def test_checked_rows_are_those_whose_next_token_was_generated_too() -> None:
 
 def test_a_near_tie_is_counted_as_one_and_a_clear_miss_as_none() -> None:
     logits = torch.tensor([[1.0, 4.0, 0.0], [10.0, 9.93, 0.0], [10.0, 9.9, 0.0], [0.0, 0.0, 1.0]])
-    counts = count_next_tokens(logits, torch.tensor([1, 1, 1, 0]))
+    counts = NextTokenCounts.of(*match_next_tokens(logits, torch.tensor([1, 1, 1, 0])))
     assert counts == NextTokenCounts(rows=4, exact=1, ties=1)
     assert counts.agreement == 0.5
     assert NextTokenCounts().agreement == 0.0
     assert counts + counts == NextTokenCounts(8, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("rows", "misses", "hopeless"),
+    [(2, 2, False), (3, 3, True), (6, 3, False), (7, 4, True), (100, 40, False)],
+)
+def test_a_sample_is_hopeless_if_most_rows_miss_and_more_than_two(
+    rows: int, misses: int, hopeless: bool
+) -> None:
+    assert NextTokenCounts(rows, exact=rows - misses).is_hopeless is hopeless
 
 
 def test_relative_error_is_per_row() -> None:

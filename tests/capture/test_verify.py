@@ -178,6 +178,35 @@ def test_a_layer_off_by_one_is_found(spec: StepSpec) -> None:
         verify.run(verify_spec(spec), PROGRESS)
 
 
+def test_wrong_layers_in_one_shard_are_not_hidden_by_the_right_ones(made: StepSpec, tmp_path: Path) -> None:
+    spec = in_copied_store(made, tmp_path, reference_samples=NUM_SAMPLES)
+    model = ReferenceModel(inspect_target(Path(spec.target_path)), "float32")
+
+    def off_by_one(sample: CapturedSample) -> CapturedSample:
+        return replace(sample, aux_states=model.forward(sample.input_ids, (3, 5, 6))[0])
+
+    change_shard(spec, 7, off_by_one)
+    with pytest.raises(
+        VerificationError, match=r"\(3 comparisons\): capture id 2 .*in the sample sample-007"
+    ):
+        verify.run(verify_spec(spec), PROGRESS)
+
+
+def test_the_reference_samples_come_from_shards_all_over_the_capture(made: StepSpec, tmp_path: Path) -> None:
+    spec = in_copied_store(made, tmp_path, reference_samples=2)
+    change_shard(spec, 5, lambda sample: replace(sample, aux_states=sample.aux_states.flip(1)))
+    with pytest.raises(VerificationError, match=r"in the sample sample-005"):
+        verify.run(verify_spec(spec), PROGRESS)
+
+
+def test_without_reference_samples_the_log_says_what_is_not_checked(
+    made: StepSpec, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    spec = in_copied_store(made, tmp_path, reference_samples=0)
+    assert verify.run(verify_spec(spec), PROGRESS).layers == []
+    assert "no layer is compared with a reference forward" in caplog.text
+
+
 def test_final_states_of_the_layer_before_do_not_give_the_targets_tokens(spec: StepSpec) -> None:
     model = ReferenceModel(inspect_target(Path(spec.target_path)), "float32")
 
@@ -188,6 +217,19 @@ def test_final_states_of_the_layer_before_do_not_give_the_targets_tokens(spec: S
     for index in range(NUM_SAMPLES):
         change_shard(spec, index, earlier)
     with pytest.raises(VerificationError, match=r"give the next token in 0.*min_next_token_agreement"):
+        verify.run(verify_spec(spec), PROGRESS)
+
+
+def test_two_samples_that_changed_states_are_found_among_many_right_ones(
+    made: StepSpec, tmp_path: Path
+) -> None:
+    spec = in_copied_store(made, tmp_path, min_next_token_agreement=0.5)
+    paths = sorted(capture_folder(spec).glob("*.safetensors"))
+    stored = [ShardReader(path).sample(0) for path in paths]
+    for one, other in ((3, 8), (8, 3)):
+        states = stored[other].final_states
+        change_shard(spec, one, lambda sample, states=states: replace(sample, final_states=states))
+    with pytest.raises(VerificationError, match=r"2 samples \(sample-003: . of 7 rows; sample-008: . of 7"):
         verify.run(verify_spec(spec), PROGRESS)
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from eagle3_core.contracts import PromptComparison
-from eagle3_core.serving.lossless import OutputPair, classify, compare_outputs, is_tie
+from eagle3_core.serving.lossless import OutputPair, classify, compare_outputs
+from eagle3_core.target.rounding import is_tie
 
 
 def test_equal_outputs_need_no_reference() -> None:
