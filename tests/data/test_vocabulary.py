@@ -14,7 +14,9 @@ from eagle3_core.data.vocabulary import (
     save_vocabulary,
 )
 from eagle3_core.errors import DataError
+from eagle3_core.identity import STEP_VERSION
 from eagle3_core.store.dataset import Sample
+from eagle3_core.store.files import hash_file
 
 
 def _counts(size: int, **observed: int) -> np.ndarray:
@@ -106,3 +108,10 @@ def test_a_saved_mapping_comes_back_and_damage_is_seen(tmp_path: Path) -> None:
 def test_a_mapping_whose_two_halves_disagree_is_refused(d2t: list[int], t2d: list[int]) -> None:
     with pytest.raises(DataError, match="one mapping"):
         DraftVocabulary(np.array(d2t, np.int64), np.array(t2d, bool))
+
+
+def test_the_vocabulary_of_fixed_counts_changes_only_with_its_step_version(tmp_path: Path) -> None:
+    """Golden output: when this fails and the change is meant, raise `STEP_VERSION["vocabulary"]` too."""
+    counts = (np.arange(512) * 37) % 101
+    path = save_vocabulary(build_vocabulary(counts, 64, 500, required=[2]), tmp_path)
+    assert (STEP_VERSION["vocabulary"], hash_file(path)) == (1, "fe61e0f8186c0312472dace3c1088488")

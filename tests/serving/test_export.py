@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from eagle3_core.artifacts import ArtifactRef
 from eagle3_core.contracts import StepSpec
 from eagle3_core.errors import ExportError
+from eagle3_core.identity import STEP_VERSION
 from eagle3_core.serving import export
 from eagle3_core.serving.draft import FLAGS
 from eagle3_core.serving.vllm_format import check_loadable
@@ -90,6 +91,27 @@ def test_the_configuration_leaves_nothing_to_an_engine_s_default(factory: Factor
         "architectures": ["LlamaForCausalLM"],
         "name_or_path": factory.target.path,
     }
+
+
+def test_the_export_of_a_fixed_draft_changes_only_with_its_step_version(factory: Factory) -> None:
+    """Golden output: when this fails and the change is meant, raise `STEP_VERSION["export"]` too."""
+    config = draft_config(factory.target, DRAFT_SIZE, fc_norm=True)
+    weights = untrained_weights(config, factory.target, _mapping(factory)["t2d"])
+    for tensor in weights.values():
+        tensor.copy_((torch.arange(tensor.numel()) % 251).view(tensor.shape) / 256)
+    spec = factory.export_spec(factory.add_checkpoint(config, weights, _mapping(factory), "golden"))
+    export.run(spec, silent())
+    folder = _folder(factory, spec)
+    document = json.loads((folder / "config.json").read_text())
+    document["speculators_config"].pop("verifier")
+    document.pop("speculators_version")
+    (folder / "config.json").write_text(json.dumps(document, sort_keys=True))
+    hashes = [hash_file(folder / name) for name in ("model.safetensors", "config.json")]
+    assert (STEP_VERSION["export"], *hashes) == (
+        1,
+        "ec7d967e564a2298dc03052f91a3cd84",
+        "04eacf5b4eb3f3a694a39c86c313aba6",
+    )
 
 
 def test_two_exports_have_the_same_hashes(

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from eagle3_core.artifacts import ArtifactPlan
 from eagle3_core.errors import StoreError
+from eagle3_core.identity import STEP_VERSION
 from eagle3_core.store.dataset import Sample
 from eagle3_core.store.files import TEMPORARY_PREFIX, file_entry, file_problem
 from eagle3_core.store.local import LocalStore
@@ -91,6 +92,15 @@ def test_what_is_written_is_read_back_and_is_a_plain_safetensors_file(tmp_path: 
     header = json.loads(path.read_bytes()[8 : 8 + length])
     assert "before the final norm" in header["__metadata__"][SHARD_METADATA_KEY]
     assert all(header[name]["data_offsets"][0] % 4 == 0 for name in ("aux_states", "final_states"))
+
+
+def test_a_shard_of_fixed_states_changes_only_with_its_step_version(tmp_path: Path) -> None:
+    """Golden output: when this fails and the change is meant, raise `STEP_VERSION["capture"]` too."""
+    packed = PackedShard(SAMPLES, LAYOUT)
+    for states in (packed.aux_states, packed.final_states):
+        states.copy_(torch.arange(states.numel()).view(states.shape))
+    entry = write_packed_shard(tmp_path / "shard-00000.safetensors", packed)
+    assert (STEP_VERSION["capture"], entry.xxh3_128) == (1, "104b1e5927853f0c9bda0c78c7fbd59f")
 
 
 def test_filling_a_packed_shard_sample_by_sample_gives_the_same_bytes(tmp_path: Path) -> None:

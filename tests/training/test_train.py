@@ -19,6 +19,7 @@ from eagle3_core.config import PROJECT_ROOT, RunConfig
 from eagle3_core.contracts import StepSpec, TrainResult
 from eagle3_core.data.vocabulary import load_vocabulary
 from eagle3_core.errors import TrainingError
+from eagle3_core.identity import STEP_VERSION
 from eagle3_core.store.dataset import Sample, read_dataset
 from eagle3_core.store.local import LocalStore
 from eagle3_core.target.info import TargetInfo
@@ -74,6 +75,15 @@ def test_a_finished_checkpoint_holds_the_draft_and_nothing_of_a_resume(
     assert len(result.epochs) == len(_records(spec, "epoch")) == 2
     assert result.replay.num_samples == 2
     assert result.epochs[0].heldout.num_samples == 4
+
+
+def test_training_on_fixed_states_changes_only_with_its_step_version(
+    trained: tuple[StepSpec, TrainResult],
+) -> None:
+    """Golden output: when this fails and the change is meant, raise `STEP_VERSION["checkpoint"]` too."""
+    losses = [epoch.train_loss for epoch in trained[1].epochs] + [trained[1].epochs[-1].heldout_loss]
+    assert STEP_VERSION["checkpoint"] == 1
+    assert losses == pytest.approx([1.22491, 1.17667, 1.26388], rel=1e-3)
 
 
 def test_tensors_have_speculators_names_and_the_targets_own_are_left_out(
