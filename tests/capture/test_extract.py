@@ -108,19 +108,13 @@ def test_a_resumed_capture_makes_only_what_is_missing(
     assert {name: stamps(folder)[name] for name in before} == before
 
 
-def test_with_nothing_missing_no_engine_is_started(tmp_path: Path, target: Path, no_engine: None) -> None:
-    spec = capture_spec(tmp_path, target, SAMPLES, capture=ONE_SHARD_EACH)
-    with pytest.raises(AssertionError, match="an engine was started"):
-        extract.run(spec, PROGRESS)
-
-
-def test_a_finished_capture_is_left_as_it_is(
-    tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_finished_capture_is_left_as_it_is_and_no_engine_is_started(
+    tmp_path: Path, target: Path, request: pytest.FixtureRequest
 ) -> None:
     spec = capture_spec(tmp_path, target, SAMPLES, capture=ONE_SHARD_EACH)
     extract.run(spec, PROGRESS)
     before = stamps(capture_folder(spec))
-    monkeypatch.setattr("eagle3_core.capture.reference.ReferenceModel", None)
+    request.getfixturevalue("no_engine")
     result = extract.run(spec, PROGRESS)
     assert (result.num_new_shards, result.captured_tokens, result.tokens_per_second) == (0, 0, None)
     assert stamps(capture_folder(spec)) == before
