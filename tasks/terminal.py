@@ -6,6 +6,7 @@ A worker's flow run has no terminal; there every call does nothing, and Prefect'
 from __future__ import annotations
 
 import logging
+import re
 import time
 
 from rich.console import Console
@@ -19,6 +20,7 @@ from eagle3_core.pipeline import StageOutcome
 
 PLAIN_PROGRESS_SECONDS = 15.0
 OWN_LOGGER = "eagle3_core"
+OWN_PREFIX = re.compile(rf"^([\d-]+ [\d:,]+ [A-Z]|[A-Z]+) {OWN_LOGGER}[\w.]*: ")
 
 
 class Terminal:
@@ -59,6 +61,7 @@ class RichTerminal(Terminal):
         )
         self._task: TaskID | None = None
         self._last_plain = 0.0
+        self._last_line = ""
         if console.is_terminal:
             self._progress.start()
 
@@ -66,6 +69,7 @@ class RichTerminal(Terminal):
         self._console.print(f"run {run.run_id}, logs in {run.path}", highlight=False, soft_wrap=True)
 
     def stage_started(self, stage: Stage) -> None:
+        self._last_line = ""
         if self._console.is_terminal:
             self._clear()
             self._task = self._progress.add_task(stage, total=None, text="")
@@ -74,8 +78,15 @@ class RichTerminal(Terminal):
         self._last_plain = time.monotonic()
 
     def line(self, stage: Stage, text: str, level: int) -> None:
-        """Errors, and warnings of our own; an engine's warnings are in the log."""
+        """Errors, and warnings of our own; an engine's warnings are in the log.
+
+        A limit is checked by the step and again by the run, so the same words can come twice: once is enough.
+        """
         if level >= logging.ERROR or (level >= logging.WARNING and OWN_LOGGER in text):
+            text = OWN_PREFIX.sub("", text)
+            if text == self._last_line:
+                return
+            self._last_line = text
             style = "red" if level >= logging.ERROR else "yellow"
             self._console.print(f"  {text}", style=style, markup=False, highlight=False, soft_wrap=True)
 

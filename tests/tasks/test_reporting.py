@@ -34,6 +34,14 @@ def screen(prefect_home):
     return RichTerminal(Console(file=text, width=120)), text
 
 
+def test_a_warning_is_shown_without_its_origin_and_once_if_step_and_run_give_it(screen):
+    terminal, text = screen
+    terminal.stage_started("benchmark")
+    terminal.line("benchmark", "2026-01-02 03:04:05,678 W eagle3_core.serving.acceptance: too low", 30)
+    terminal.line("benchmark", "WARNING eagle3_core.serving.acceptance: too low", 30)
+    assert text.getvalue().splitlines() == ["benchmark ...", "  too low"]
+
+
 def test_progress_is_described_in_words(prefect_home):
     from tasks.reporting import describe
 
@@ -68,7 +76,7 @@ def test_an_engines_warnings_stay_in_the_log_and_errors_show(screen):
     terminal.line("extract", "WARNING 01-01 [vllm.py:1] chatter", logging.WARNING)
     terminal.line("extract", "W eagle3_core.capture: a shard is slow", logging.WARNING)
     terminal.line("extract", "ERROR [x] broken", logging.ERROR)
-    assert text.getvalue() == "  W eagle3_core.capture: a shard is slow\n  ERROR [x] broken\n"
+    assert text.getvalue() == "  a shard is slow\n  ERROR [x] broken\n"
 
 
 @pytest.mark.parametrize(
