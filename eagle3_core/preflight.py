@@ -210,7 +210,7 @@ def _check_prompts(config: RunConfig) -> str:
     for file in files:
         if not os.access(file, os.R_OK):
             raise HostError(f"{file} cannot be read", remedy="check its permissions")
-    found = read_prompts(files, config.data.heldout_fraction, config.limit)
+    found = read_prompts(files, config.data.heldout_fraction, config.limit, warn=False)
     splits = Counter(prompt.split for prompt in found.prompts)
     counted = f"{splits['train']:,} prompts to train on, {splits['heldout']:,} held out"
     if found.rejected:

@@ -77,8 +77,12 @@ class PromptSet:
         return len(self.prompts) + len(self.rejected)
 
 
-def read_prompts(files: Sequence[Path], heldout_fraction: float, limit: int | None = None) -> PromptSet:
+def read_prompts(
+    files: Sequence[Path], heldout_fraction: float, limit: int | None = None, *, warn: bool = True
+) -> PromptSet:
     """Read JSONL files, assign splits and apply the limit; prompts keep the order of the files.
+
+    `warn` logs fields that are not used and roles that are not known, a line for each.
 
     Raises:
         DataError: a file cannot be read.
@@ -98,7 +102,8 @@ def read_prompts(files: Sequence[Path], heldout_fraction: float, limit: int | No
             rejected.append(Rejection(key=place, reason=reason))
         else:
             prompts[prompt.key] = prompt
-    reader.warn()
+    if warn:
+        reader.warn()
     assigned = assign_splits(list(prompts.values()), heldout_fraction)
     chosen = limit_prompts(assigned, limit) if limit else assigned
     return PromptSet(
