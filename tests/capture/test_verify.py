@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from eagle3_core.capture import extract, verify
 from eagle3_core.capture.job import capture_layout
@@ -240,6 +241,27 @@ def test_answers_that_were_sampled_are_checked_against_a_reference_forward(tmp_p
     )
     extract.run(sampled, Progress("extract"))
     assert verify.run(verify_spec(sampled), PROGRESS).agreement == 1.0
+
+
+def in_shards(target: Path) -> Path:
+    """The same target as several files with an index."""
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    (target / "model.safetensors").unlink()
+    model.save_pretrained(target, max_shard_size="500KB")
+    return target
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("sharded", [True, False])
+def test_tied_and_sharded_targets_are_captured_and_verified(
+    tmp_path: Path, tied: bool, sharded: bool
+) -> None:
+    target = make_tiny_target(tmp_path / "target", tied=tied)
+    if sharded:
+        assert len(list(in_shards(target).glob("model-*.safetensors"))) > 2
+    spec = capture_spec(tmp_path, target, greedy_samples(target))
+    extract.run(spec, Progress("extract"))
+    assert verify.run(verify_spec(spec), PROGRESS).agreement == 1.0
 
 
 def test_an_incomplete_capture_is_refused(spec: StepSpec) -> None:
