@@ -16,7 +16,7 @@ from eagle3_core.errors import StoreError
 from eagle3_core.host.engine_info import EngineVersions, engine_versions
 from eagle3_core.store.local import LocalStore
 from eagle3_core.target.info import TargetInfo, inspect_target
-from eagle3_core.target.locate import target_folder
+from eagle3_core.target.locate import present_target
 
 STAGE_OUTPUTS: dict[Stage, tuple[ArtifactKind, ...]] = {
     "prepare": ("conversations", "dataset", "vocabulary"),
@@ -111,7 +111,7 @@ def plan_run(config: RunConfig) -> RunPlan:
         HostError: the engine environment is missing or incomplete.
         DataError: a prompt file is missing or the draft vocabulary is larger than the target's.
     """
-    target_path = target_folder(config)
+    target_path = present_target(config)
     target = inspect_target(target_path)
     versions = engine_versions(config.engine)
     store = LocalStore(config.store_path)

@@ -20,7 +20,7 @@ from eagle3_core.host.process import run_step
 from eagle3_core.preflight import run_checks
 from eagle3_core.target.info import inspect_target
 from eagle3_core.target.layers import final_layer_id, resolve_aux_layer_ids
-from eagle3_core.target.locate import fetch_spec, target_folder
+from eagle3_core.target.locate import fetch_spec, present_target
 
 
 def show_checks(config: RunConfig, as_json: bool) -> int:
@@ -62,7 +62,7 @@ def fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str,
 def show_target(name: str, workspace: str, as_json: bool) -> None:
     """Print what is known of a target without loading it."""
     config = _target_config(name, workspace)
-    info = inspect_target(target_folder(config))
+    info = inspect_target(present_target(config))
     if as_json:
         print(info.model_dump_json(indent=1))
         return

@@ -89,6 +89,19 @@ def target_folder(config: RunConfig) -> Path:
     )
 
 
+def present_target(config: RunConfig) -> Path:
+    """The folder of a run's target, which must be there.
+
+    Raises:
+        TargetError: as `target_folder`, or a built-in target has not been fetched.
+    """
+    folder, model = target_folder(config), config.target.model
+    if is_builtin(model) and not folder.is_dir():
+        fetch = f"eagle3 target fetch {model} --workspace {config.workspace}"
+        raise TargetError(f"{folder} is not there yet", remedy=f"`{fetch}` makes it, and so does a run")
+    return folder
+
+
 def verifier_name(config: RunConfig, target_path: str) -> str:
     """What an engine is told to load as the target: the hub id of a hub model, otherwise its folder."""
     name = config.target.model

@@ -182,6 +182,20 @@ def test_the_plan_names_ids_and_what_is_there(profile, capsys):
     assert states["capture"] == ("missing", True)
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [["plan", "smollm2-135m-demo", "--set", "workspace={}"], ["target", "inspect", "smollm2-135m"]],
+)
+def test_looking_at_a_built_in_target_before_it_was_fetched_says_how_to_fetch_it(arguments, tmp_path, capsys):
+    from flows.cli import main
+
+    folder = str(tmp_path / "workspace")
+    given = [text.format(folder) for text in arguments]
+    given += ["--workspace", folder] if given[0] == "target" else []
+    assert main(given) == EXIT_USER_ERROR
+    assert f"`eagle3 target fetch smollm2-135m --workspace {folder}`" in capsys.readouterr().err
+
+
 def test_doctor_reports_every_problem_at_once(profile, capsys):
     from flows.cli import main
 
