@@ -276,8 +276,15 @@ class RunConfig(Section):
 
 
 def resolve_path(path: str) -> Path:
-    """`path` with `~` expanded, relative paths taken from the checkout."""
-    expanded = Path(path).expanduser()
+    """`path` with `~` expanded, relative paths taken from the checkout.
+
+    Raises:
+        ConfigError: `~name` of a user who does not exist.
+    """
+    try:
+        expanded = Path(path).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"the path {path} names nobody's home", remedy="write it out") from error
     return expanded if expanded.is_absolute() else PROJECT_ROOT / expanded
 
 

@@ -9,9 +9,10 @@ import sys
 from typing import Annotated
 
 import typer
+from typer.exceptions import TyperException
 
 from eagle3_core.config import STAGES, RunConfig, load_profile, parse_stages
-from eagle3_core.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_OK, Eagle3Error
+from eagle3_core.errors import EXIT_BUG, EXIT_OK, EXIT_USER_ERROR, Eagle3Error
 
 DEFAULT_PROFILE = "smollm2-135m-demo"
 
@@ -198,14 +199,15 @@ def main(arguments: list[str] | None = None) -> int:
     if given[:1] != ["run"]:
         given = [argument for argument in given if argument != "--debug"]
     try:
-        app(args=given)
-        return EXIT_OK
+        code = app(args=given, standalone_mode=False)  # of Ctrl-C it makes 130
+        return code if isinstance(code, int) else EXIT_OK
     except SystemExit as ended:
         if ended.code is None or isinstance(ended.code, int):
             return ended.code or EXIT_OK
         return _say(str(ended.code), EXIT_BUG)
-    except KeyboardInterrupt:
-        return _say("interrupted; start it again to go on", EXIT_INTERRUPTED)
+    except TyperException as error:
+        usage = error.format_message()  # empty where the help was shown, for want of a command
+        return _say(f"{usage}; `--help` lists what there is", EXIT_USER_ERROR) if usage else EXIT_USER_ERROR
     except Exception as error:
         if debug:
             raise

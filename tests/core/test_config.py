@@ -146,3 +146,8 @@ def test_numbers_that_are_not_finite_are_refused(value):
 
 def test_a_long_wrong_value_is_cut():
     assert len(refusal(train={"num_epochs": "x" * 5000})) < 400
+
+
+def test_a_home_that_nobody_has_is_refused():
+    with pytest.raises(ConfigError, match="~nobody-at-all/x names nobody's home"):
+        resolve_path("~nobody-at-all/x")

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from eagle3_core.config import PROJECT_ROOT, STAGES
-from eagle3_core.errors import EXIT_BUG, EXIT_OK, EXIT_USER_ERROR
+from eagle3_core.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_OK, EXIT_USER_ERROR
 from tests.doubles.profile import stand_in_profile
 from tests.doubles.target import make_target
 
@@ -277,3 +277,41 @@ def test_an_api_that_does_not_answer_is_one_line(profile, eagle3_command):
         assert done.returncode == EXIT_USER_ERROR, done.stderr
         assert done.stderr.count("\n") == 1
         assert "the Prefect API http://127.0.0.1:9/api does not answer" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run", "--limit", "3"], "Invalid value for '--limit': Input should be greater than or equal to 4"),
+        (["trian"], "No such command 'trian'."),
+        (["plan", "--stage", "x"], "No such option: --stage"),
+    ],
+)
+def test_a_command_that_cannot_be_read_is_one_line(arguments, message, capsys):
+    from flows.cli import main
+
+    assert main(arguments) == EXIT_USER_ERROR
+    errors = capsys.readouterr().err
+    assert errors.startswith(f"eagle3: {message}")
+    assert errors.count("\n") == 1
+
+
+def test_without_a_command_the_help_is_shown(capsys):
+    from flows.cli import main
+
+    assert main([]) == EXIT_USER_ERROR
+    shown = capsys.readouterr()
+    assert "Usage" in shown.out + shown.err
+    assert "eagle3:" not in shown.err
+
+
+def test_ctrl_c_has_its_own_exit_code(profile, capsys, monkeypatch):
+    from flows import views
+    from flows.cli import main
+
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(views, "show_plan", interrupted)
+    assert main(["plan", str(profile)]) == EXIT_INTERRUPTED
+    assert "Traceback" not in capsys.readouterr().err
