@@ -11,7 +11,7 @@ from pathlib import Path
 
 from eagle3_core import identity
 from eagle3_core.artifacts import ArtifactKind, ArtifactPlan, ArtifactRef, Manifest
-from eagle3_core.config import RunConfig, Stage
+from eagle3_core.config import STAGES, RunConfig, Stage
 from eagle3_core.errors import StoreError
 from eagle3_core.host.engine_info import EngineVersions, engine_versions
 from eagle3_core.store.local import LocalStore
@@ -97,9 +97,11 @@ class RunPlan:
         return self.artifacts[kind]
 
     def _missing(self, stage: Stage, kind: ArtifactKind, name: str) -> StoreError:
+        first = STAGES.index(MAKING_STAGE[kind])
+        needed = ",".join(STAGES[first : STAGES.index(stage) + 1])
         return StoreError(
             f"the stage {stage} needs {name}, which is not complete in {self.store.root}",
-            remedy=f"run the stage {MAKING_STAGE[kind]} first (`--stages {MAKING_STAGE[kind]},{stage}`)",
+            remedy=f"run the stage {MAKING_STAGE[kind]} first (`--stages {needed}`)",
         )
 
 

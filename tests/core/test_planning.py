@@ -36,7 +36,10 @@ def prepare(config):
 def test_ids_before_the_dataset_exists_end_with_the_vocabulary(tmp_path):
     plan = plan_run(stand_in_config(tmp_path))
     assert list(plan.artifacts) == FIRST
-    with pytest.raises(StoreError, match=r"stage train needs dataset/.*run the stage prepare first"):
+    with pytest.raises(
+        StoreError,
+        match=r"stage train needs dataset/.*run the stage prepare .*--stages prepare,extract,verify,train`",
+    ):
         plan.inputs("train")
 
 
