@@ -211,18 +211,16 @@ def _check_prompts(config: RunConfig) -> str:
         if not os.access(file, os.R_OK):
             raise HostError(f"{file} cannot be read", remedy="check its permissions")
     found = read_prompts(files, config.data.heldout_fraction, config.limit, warn=False)
-    splits = Counter(prompt.split for prompt in found.prompts)
-    counted = f"{splits['train']:,} prompts to train on, {splits['heldout']:,} held out"
+    names, rejected = ", ".join(str(file) for file in files), ""
     if found.rejected:
         first = found.rejected[0]
-        counted += (
-            f", {len(found.rejected):,} of {found.num_read:,} rows rejected "
-            f"(the first, {first.key}: {first.reason})"
-        )
-    names = ", ".join(str(file) for file in files)
+        rejected = f"{len(found.rejected):,} of {found.num_read:,} rows rejected (the first, {first.key}: "
+        rejected += f"{first.reason})"
     if not found.prompts:
-        raise DataError(f"no prompts in {names}: {counted}", expected=ROW_FORMAT)
-    return f"{counted}, of {names}"
+        raise DataError(f"no prompts in {names}: {rejected or 'it is empty'}", expected=ROW_FORMAT)
+    splits = Counter(prompt.split for prompt in found.prompts)
+    counted = f"{splits['train']:,} prompts to train on, {splits['heldout']:,} held out"
+    return f"{counted}{', ' if rejected else ''}{rejected}, of {names}"
 
 
 CHECKS: dict[str, Callable[[RunConfig], str]] = {

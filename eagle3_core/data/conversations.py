@@ -199,7 +199,9 @@ class _RowReader:
             raise _BadRowError(f"split is {split!r}; expected one of {', '.join(get_args(Split))}")
         if not isinstance(identifier, str | int | None):
             raise _BadRowError(f"id is {identifier!r}; expected a text or a number")
-        system, turns = self._turns(row.get("messages"))
+        if "messages" not in row:
+            raise _BadRowError(f"no messages, only {', '.join(sorted(row)) or 'an empty object'}")
+        system, turns = self._turns(row["messages"])
         self._ignored.update(row.keys() - ROW_FIELDS)
         content = {"system": system, "turns": list(turns)}
         key = hashlib.sha256(canonical_json(content)).hexdigest()[:16]

@@ -85,10 +85,10 @@ def test_prompts_are_counted_and_a_row_that_cannot_be_used_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("", "0 held out; expected JSONL rows like"),
+        ("", "it is empty; expected JSONL rows like"),
         (
             '{"conversations": [{"from": "human", "value": "Hi"}]}\n',
-            "prompts.jsonl:1: messages is not a list",
+            "1 of 1 rows rejected (the first, prompts.jsonl:1: no messages, only conversations)",
         ),
     ],
 )

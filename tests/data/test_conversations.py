@@ -60,7 +60,7 @@ def test_answers_in_a_row_are_replaced_even_before_the_first_user_turn(tmp_path:
     [
         ("{not json", "not JSON"),
         ("[1]", "not a JSON object but list"),
-        ({"kind": "code"}, "messages is not a list"),
+        ({"kind": "code"}, "no messages, only kind"),
         ({"messages": ["hi"]}, "messages is not a list"),
         ({"messages": []}, "no user turn"),
         ({"messages": [{"role": "assistant", "content": "hi"}]}, "no user turn"),
