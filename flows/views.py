@@ -82,7 +82,8 @@ def summary_lines(run: RunFolder, summary: RunSummary | None = None) -> Iterator
     """The result first, then where it lies."""
     record = run.record()
     found = summary or summarise(run.path, LocalStore(run.config().store_path))
-    yield f"run {record.run_id} {record.state}" + (f": {record.message}" if record.message else "")
+    kind = "rehearsal" if found.is_rehearsal else "run"
+    yield f"{kind} {record.run_id} {record.state}" + (f": {record.message}" if record.message else "")
     if found.benchmark is not None:
         bench = found.benchmark
         positions = ", ".join(f"{rate:.3f}" for rate in bench.per_position)

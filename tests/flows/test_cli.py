@@ -10,8 +10,9 @@ import sys
 import pytest
 import yaml
 
-from eagle3_core.config import PROJECT_ROOT, STAGES
+from eagle3_core.config import PROJECT_ROOT, STAGES, load_profile
 from eagle3_core.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_OK, EXIT_USER_ERROR
+from eagle3_core.host.run_folder import create_run_folder
 from tests.doubles.profile import stand_in_profile
 from tests.doubles.target import make_target
 
@@ -244,6 +245,18 @@ def test_an_artifact_that_does_not_exist_is_one_line(profile, capsys, name):
 
     assert main(["lineage", name, "--store", str(profile.parent / "store")]) == EXIT_USER_ERROR
     assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(("changes", "word"), [({}, "run"), ({"limit": 4}, "rehearsal")])
+def test_a_rehearsal_is_not_shown_as_a_run(profile, capsys, changes, word):
+    from flows.cli import main
+
+    edit(profile, **changes)
+    config = load_profile(profile)
+    run = create_run_folder(config, ("report",), "20260101-000000-stand-in-0123")
+    run.finish("completed")
+    assert main(["show", "--workspace", str(config.workspace_path)]) == EXIT_OK
+    assert f"\n{word} {run.run_id} completed\n" in capsys.readouterr().out
 
 
 def test_a_run_folder_whose_making_was_interrupted_is_no_run(profile, capsys):
