@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
@@ -99,6 +99,12 @@ def _target_config(name: str, workspace: str) -> RunConfig:
 
 
 def _type_name(annotation: Any) -> str:
+    """The type as a user writes it: `tuple[float, float]`, also where the numbers are bounded."""
+    if get_origin(annotation) is Annotated:
+        return _type_name(get_args(annotation)[0])
+    if get_origin(annotation) is tuple:
+        parts = ("..." if part is Ellipsis else _type_name(part) for part in get_args(annotation))
+        return f"tuple[{', '.join(parts)}]"
     text = getattr(annotation, "__name__", None) if isinstance(annotation, type) else str(annotation)
     return str(text).replace("typing.", "")
 

@@ -41,7 +41,8 @@ logger = logging.getLogger(__name__)
 WEIGHTS_FILE = "model.safetensors"
 CONFIG_FILE = "config.json"
 INITIAL_SAMPLES = 16
-"""Samples whose states give the scale of the initial weights."""
+INITIAL_TOKENS = 8192
+"""The states of so many samples, and of at most so many tokens, give the scale of the initial weights."""
 
 
 def run(spec: StepSpec, progress: Progress) -> TrainResult:
@@ -72,7 +73,7 @@ def run(spec: StepSpec, progress: Progress) -> TrainResult:
         metrics = MetricsLog(writer.folder)
         reader = PackReader(folder, index.splits["train"], spec.config.train.ttt_steps)
         draft = build_draft(spec.config, target, vocabulary)
-        first = reader.pack(range(min(INITIAL_SAMPLES, len(reader.samples))))
+        first = reader.pack(_first_samples(reader))
         initialise(draft, first.aux_states, spec.config.train.seed)
         draft.to(spec.config.engine.device)
         trainer = Trainer(
@@ -161,6 +162,17 @@ def _bad_samples(store: LocalStore, spec: StepSpec) -> dict[str, str]:
         return {}
     result = store.read(spec.inputs["verification"]).facts["result"]
     return {bad["key"]: bad["problem"] for bad in result["bad_samples"]}
+
+
+def _first_samples(reader: PackReader) -> list[int]:
+    """The samples that scale the draft: the first one always, more while they are few and short."""
+    chosen, tokens = [0], reader.samples[0].num_tokens
+    for index, sample in enumerate(reader.samples[1:INITIAL_SAMPLES], start=1):
+        tokens += sample.num_tokens
+        if tokens > INITIAL_TOKENS:
+            break
+        chosen.append(index)
+    return chosen
 
 
 def _log_skipped(skipped: Sequence[Rejection]) -> None:

@@ -1,4 +1,4 @@
-"""The step `train` on a tiny random target: files, resume, refusals, and the D cases."""
+"""The step `train` on a tiny random target: files, resume, refusals."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -289,3 +290,14 @@ def test_a_checkpoint_that_another_run_has_completed_is_left_alone(
     assert train.run(spec, Quiet()) == result  # type: ignore[arg-type]
     after = {path.name: path.stat().st_mtime_ns for path in folder.iterdir() if path.name != ".lock"}
     assert after == before
+
+
+def test_a_new_draft_is_scaled_on_few_samples_and_few_tokens() -> None:
+    def chosen(*lengths: int) -> list[int]:
+        return train._first_samples(
+            SimpleNamespace(samples=[SimpleNamespace(num_tokens=n) for n in lengths])  # type: ignore[arg-type]
+        )
+
+    assert chosen(*[10] * 40) == list(range(16))
+    assert chosen(5000, 3000, 300, 10) == [0, 1]
+    assert chosen(30_000, 10) == [0]
