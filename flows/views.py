@@ -96,7 +96,9 @@ def summary_lines(run: RunFolder, summary: RunSummary | None = None) -> Iterator
             yield f"speed with the draft, one sequence at a time: {bench.speed_ratio:.2f} x"
     export = next((a for a in found.artifacts if a.ref.kind == "export"), None)
     if export is not None:
-        yield f"draft:  {LocalStore(run.config().store_path).folder(export.ref)}"
+        config = run.config()
+        folder = LocalStore(config.store_path).folder(export.ref)
+        yield from (f"draft for {engine}: {folder / engine}" for engine in config.export.engines)
     for name in ("summary.json", "report.html"):
         if (run.path / name).is_file():
             yield f"{name.partition('.')[0]}: {run.path / name}"
