@@ -81,7 +81,7 @@ class Provenance(_Record):
     packages: dict[str, str]
     git_commit: str | None
     run_id: str | None = None
-    seconds: float | None = Field(default=None, description="Time it took to make, in all sessions.")
+    seconds: float | None = Field(default=None, description="Time it took to make, in all attempts.")
 
 
 class ArtifactPlan(_Record):

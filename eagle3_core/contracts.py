@@ -82,7 +82,7 @@ class PrepareResult(_Message):
     num_tokens: int
     num_trainable_tokens: int
     num_truncated: int
-    generated_tokens: int = Field(description="Tokens that the target generated in this session.")
+    generated_tokens: int = Field(description="Tokens that the target generated in this step.")
     generated_tokens_per_second: float | None
     content_hash: str = Field(description="Of the dataset's keys, ids and masks.")
     vocabulary_coverage: float = Field(description="Share of answer tokens inside the draft vocabulary.")
@@ -92,12 +92,12 @@ class ExtractResult(_Message):
     """A capture."""
 
     num_shards: int
-    num_new_shards: int = Field(description="Shards made in this session; the others were there already.")
+    num_new_shards: int = Field(description="Shards made in this step; the others were there already.")
     num_samples: int
     num_tokens: int
     bytes: int
-    captured_tokens: int = Field(description="Tokens captured in this session.")
-    seconds: float = Field(description="Of capturing in this session, engine load not counted.")
+    captured_tokens: int = Field(description="Tokens captured in this step.")
+    seconds: float = Field(description="Of capturing in this step, engine load not counted.")
     tokens_per_second: float | None
 
 
@@ -164,7 +164,7 @@ class TrainResult(_Message):
     num_steps: int
     num_parameters: int = Field(description="Trained parameters.")
     resumed_from_step: int | None
-    tokens_per_second: float | None = Field(description="Packed tokens of this session per second.")
+    tokens_per_second: float | None = Field(description="Packed tokens of this step per second.")
     epochs: list[EpochMetrics]
     best_epoch: int
     replay: AcceptanceFigures = Field(

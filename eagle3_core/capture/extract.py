@@ -65,7 +65,7 @@ def run(spec: StepSpec, progress: Progress) -> ExtractResult:
 
 
 class _Session:
-    """Counts and clock of this session; the clock starts when the engine is loaded."""
+    """Counts and clock of this step; the clock starts when the engine is loaded."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class _Session:
 
     @property
     def seconds(self) -> float:
-        """Since this session began, engine load counted."""
+        """Since this step began, engine load counted."""
         return time.monotonic() - self._created
 
     @property

@@ -81,7 +81,7 @@ class ArtifactSummary(_Part):
     num_files: int
     created_at: str
     made_by_run: str | None
-    seconds: float | None = Field(description="Time it took to make, in all sessions.")
+    seconds: float | None = Field(description="Time it took to make, in all attempts.")
     git_commit: str | None
 
 

@@ -45,7 +45,7 @@ class Position:
         epoch: current epoch, from 0.
         pack: packs done in this epoch.
         loss_sums, loss_rows: S_k and n_k of this epoch so far.
-        seconds: time spent in this epoch, in all sessions.
+        seconds: time spent in this epoch, in all attempts.
         skipped_packs: packs without a loss row.
         epochs: finished epochs.
         best: index of the best of them.
