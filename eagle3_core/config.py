@@ -134,6 +134,22 @@ class CaptureConfig(Section):
         description="Store the last layer's state only for rows that a loss term reads, or for all.",
     )
     max_batched_tokens: int = Field(default=2048, ge=64, description="Prefill tokens of one engine step.")
+    replicas: int | None = Field(
+        default=None,
+        ge=1,
+        le=64,
+        description="Engines that take shards from one queue, each on `engine.tensor_parallel_size` GPUs. "
+        "None uses all visible GPUs, and one engine on the CPU.",
+    )
+    max_quarantined_samples: int = Field(
+        default=8, ge=0, description="More samples that kill an engine than this end the stage."
+    )
+    load_timeout_minutes: float = Field(
+        default=60.0, gt=0, description="An engine that has not loaded after this time is ended."
+    )
+    stall_timeout_minutes: float = Field(
+        default=20.0, gt=0, description="A loaded engine that returns no tokens for this time is restarted."
+    )
 
 
 class VerifyConfig(Section):

@@ -99,6 +99,10 @@ class ExtractResult(_Message):
     captured_tokens: int = Field(description="Tokens captured in this step.")
     seconds: float = Field(description="Of capturing in this step, engine load not counted.")
     tokens_per_second: float | None
+    num_restarts: int = Field(default=0, description="Engines that died in this step and were replaced.")
+    quarantined: list[Rejection] = Field(
+        default=[], description="Samples that are left out because they kill the engine."
+    )
 
 
 class LayerCheck(_Message):

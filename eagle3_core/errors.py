@@ -54,6 +54,10 @@ class StoreError(Eagle3Error):
     """An artifact is missing, damaged, locked or of another identity."""
 
 
+class FolderInUseError(StoreError):
+    """Another process holds an artifact's folder."""
+
+
 class CaptureError(Eagle3Error):
     """Hidden states could not be captured as asked."""
 

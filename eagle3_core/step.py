@@ -120,6 +120,11 @@ def _end_with_parent() -> None:
     """Wait until standard input closes, then end every descendant and this process."""
     while os.read(0, 4096):
         continue
+    end_with_descendants()
+
+
+def end_with_descendants() -> None:
+    """End every descendant and this process, at once."""
     for child in psutil.Process().children(recursive=True):
         try:
             child.send_signal(signal.SIGKILL)

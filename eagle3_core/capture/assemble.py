@@ -48,10 +48,10 @@ class ShardAssembler:
 
     def __init__(self, job: CaptureJob, samples: Sequence[Sample], pin_memory: bool = False) -> None:
         self._job, self._samples, self._pin = job, samples, pin_memory
-        self._where: dict[str, tuple[PlannedShard, int]] = {
-            samples[index].key: (shard, index)
+        self._where: dict[str, tuple[PlannedShard, int, Sample]] = {
+            sample.key: (shard, place, sample)
             for shard in job.shards
-            for index in range(shard.start, shard.end)
+            for place, sample in enumerate(job.samples_of(shard, samples))
         }
         self._open: dict[int, _OpenShard] = {}
         self._placed: set[str] = set()
@@ -74,16 +74,16 @@ class ShardAssembler:
             raise CaptureError(f"{self._job.engine} returned states of {key!r}, which was not asked for")
         if key in self._placed:
             raise CaptureError(f"{self._job.engine} returned the states of sample {key} twice")
-        shard, index = self._where[key]
-        check_rows(self._job.engine, self._samples[index], token_ids, num_rows)
+        shard, place, sample = self._where[key]
+        check_rows(self._job.engine, sample, token_ids, num_rows)
         if shard.index not in self._open:
             self._open[shard.index] = self._begin(shard)
         self._placed.add(key)
-        return self._open[shard.index].packed.sample(index - shard.start)
+        return self._open[shard.index].packed.sample(place)
 
     def filled(self, key: str) -> None:
         """Confirm that a sample's states are in place; the last one of a shard starts its writing."""
-        shard, _ = self._where[key]
+        shard, _, _ = self._where[key]
         missing = self._open[shard.index].missing
         missing.remove(key)
         if not missing:
@@ -120,7 +120,7 @@ class ShardAssembler:
                 expected=f"at most {MAX_SHARDS_IN_FLIGHT} shards at once",
             )
         self._wait(len(self._open) + len(self._writing) + 1 - MAX_SHARDS_IN_FLIGHT)
-        samples = self._samples[shard.start : shard.end]
+        samples = self._job.samples_of(shard, self._samples)
         packed = PackedShard(samples, self._job.layout, pin_memory=self._pin)
         return _OpenShard(shard, packed, {sample.key for sample in samples})
 

@@ -1,28 +1,38 @@
 """The step `extract`: captures the target's hidden states of a dataset into shards.
 
-Goes on where an interrupted session stopped: shards that are in the manifest and match their hash are left
-alone, the others are made again, in one engine session; with none missing no engine is started.
+Shards that are in the manifest and match their hash are left alone; the others are made by engine sessions in
+processes of their own, several side by side where there are GPUs for them. Where another host, or another run
+on this one, is already at work on the same capture, this step takes shards from the same plan: whoever holds
+the capture's lock writes the manifest, and the others wait for its last shard. With none missing no engine is
+started.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from eagle3_core.artifacts import FileEntry
-from eagle3_core.capture.job import CaptureJob, capture_layout, check_plan, close_session, open_session
+from eagle3_core.artifacts import FileEntry, Manifest
+from eagle3_core.capture.claims import ShardClaims
+from eagle3_core.capture.job import CaptureJob, capture_layout, check_plan
+from eagle3_core.capture.pool import EnginePool
+from eagle3_core.capture.shard_queue import ShardQueue, Staging
 from eagle3_core.config import RunConfig
-from eagle3_core.contracts import ExtractResult, StepSpec
-from eagle3_core.errors import CaptureError
+from eagle3_core.contracts import ExtractResult, Rejection, StepSpec
+from eagle3_core.errors import CaptureError, FolderInUseError
 from eagle3_core.step import Progress
 from eagle3_core.store.dataset import Sample, read_dataset
 from eagle3_core.store.files import file_problem
 from eagle3_core.store.local import ArtifactWriter, LocalStore
 from eagle3_core.store.shards import PlannedShard, plan_shards
-from eagle3_core.target.info import TargetInfo, inspect_target
+from eagle3_core.target.info import inspect_target
+
+POLL_SECONDS = 0.2
+WAIT_REPORT_SECONDS = 60.0
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +41,8 @@ def run(spec: StepSpec, progress: Progress) -> ExtractResult:
     """Capture what is missing and complete the capture.
 
     Raises:
-        CaptureError: no samples, a plan made for something else, no room, or an engine that did not return
-            what was asked for.
+        CaptureError: no samples, a plan made for something else, no room, an engine that did not return what
+            was asked for, or engines that die whatever they are given.
         TargetError: auxiliary layer ids that the target does not have.
     """
     config = spec.config
@@ -45,46 +55,173 @@ def run(spec: StepSpec, progress: Progress) -> ExtractResult:
     plan = spec.outputs["capture"]
     check_plan(plan, samples, layout, info)
     shards = plan_shards(samples, layout, int(config.capture.shard_bytes))
-    with store.writer(plan, spec.run_id) as writer:
+    staging = Staging(store, plan.ref)
+    with contextlib.ExitStack() as stack:
+        claims = ShardClaims(staging.claims)
+        stack.callback(claims.close)
         job = CaptureJob(
             engine=str(plan.identity.get("engine", config.capture.engine)),
             dataset_folder=str(store.folder(dataset)),
-            folder=str(writer.folder),
+            folder=str(staging.path),
             layout=layout,
-            shards=tuple(shard for shard in shards if shard.file_name not in writer.files),
+            shards=tuple(shards),
         )
-        job = _adopt_finished(job, writer)
-        session = _Session(progress, shards, samples, job.shards)
-        for shard, entry in _captured(config, info, job, samples, session):
-            writer.record(entry, seconds=session.seconds)
-            session.shard_done(shard)
-        result = _result(shards, samples, writer, session)
-        close_session(job)
-        writer.complete(seconds=session.seconds, result=result.model_dump(mode="json"))
-    return result
+        work = _Work(spec, store, samples, job, staging, claims, progress)
+        stack.callback(work.stop)
+        return work.run()
 
 
-class _Session:
-    """Counts and clock of this step; the clock starts when the engine is loaded."""
+class _Work:
+    """One host's part in a capture."""
 
     def __init__(
         self,
-        progress: Progress,
-        shards: Sequence[PlannedShard],
+        spec: StepSpec,
+        store: LocalStore,
         samples: Sequence[Sample],
-        missing: Sequence[PlannedShard],
+        job: CaptureJob,
+        staging: Staging,
+        claims: ShardClaims,
+        progress: Progress,
     ) -> None:
-        self._progress, self._num_shards = progress, len(shards)
-        self.num_new_shards = 0
-        self.captured_tokens = 0
-        self._total = sum(map(len, samples))
-        self._to_capture = sum(_num_tokens(shard, samples) for shard in missing)
-        self._shards_there = len(shards) - len(missing)
-        self._created, self._started = time.monotonic(), None
-        self._ended: float | None = None
-        progress(self._total - self._to_capture, self._total, "tokens", "loading the engine", force=True)
+        self._spec, self._store, self._samples, self._job = spec, store, samples, job
+        self._plan = spec.outputs["capture"]
+        self._staging, self._queue = staging, ShardQueue(job.shards, staging, claims)
+        self._count = _Count(progress, job.shards, samples)
+        self._pool = EnginePool(
+            spec.config, spec.target_path, job, samples, self._queue, staging,
+            self._count.on_tokens, self._count.on_loaded,
+        )  # fmt: skip
+        self._lock = contextlib.ExitStack()
+        self._writer: ArtifactWriter | None = None
+        self._last_report = time.monotonic()
 
-    _started: float | None
+    def run(self) -> ExtractResult:
+        """Work until the capture is complete, whoever completes it."""
+        self._lead()
+        while True:
+            manifest = None if self._writer else self._store.find(self._plan.ref)
+            if manifest is not None and manifest.state == "complete":
+                logger.info("another process has completed %s", self._plan.ref)
+                return ExtractResult.model_validate(manifest.facts["result"])
+            self._adopt(manifest)
+            if self._writer and all(s.file_name in self._writer.files for s in self._job.shards):
+                return self._complete(self._writer)
+            self._pool.raise_error()
+            if not self._pool.is_working:
+                if self._queue.has_work():
+                    self._start()
+                elif not self._lead():
+                    self._report_wait()
+            time.sleep(POLL_SECONDS)
+
+    def stop(self) -> None:
+        """End the engines and give the lock back."""
+        self._pool.stop()
+        self._lock.close()
+
+    def _lead(self) -> bool:
+        """Become the one who writes the manifest, if nobody is; returns whether that is new."""
+        if self._writer is not None:
+            return False
+        try:
+            writer = self._store.writer(self._plan, self._spec.run_id, wait_seconds=0.0)
+            self._writer = self._lock.enter_context(writer)
+        except FolderInUseError:
+            logger.info("another process leads %s: taking shards from the same plan", self._plan.ref)
+            return False
+        for shard in self._job.shards:
+            entry = self._staging.entry(shard)
+            if entry is None or shard.file_name in self._writer.files:
+                continue
+            if file_problem(self._writer.folder, entry):
+                self._staging.withdraw(shard)
+            else:
+                self._record(self._writer, shard, entry)
+        self._mark_done(self._writer.files)
+        return True
+
+    def _adopt(self, manifest: Manifest | None) -> None:
+        """Take note of shards that were published, here or on another host."""
+        if self._writer is None:
+            self._mark_done({entry.path: entry for entry in manifest.files} if manifest else {})
+        for shard in self._queue.missing() if self._writer is None else self._job.shards:
+            if self._writer is not None and shard.file_name in self._writer.files:
+                continue
+            entry = self._staging.entry(shard)
+            if entry is None:
+                continue
+            if self._writer is not None:
+                self._record(self._writer, shard, entry)
+            self._queue.done(shard.index)
+            self._count.shard_done(shard)
+
+    def _record(self, writer: ArtifactWriter, shard: PlannedShard, entry: FileEntry) -> None:
+        _check_counts(self._job, shard, self._samples, entry)
+        writer.record(entry, seconds=self._count.seconds)
+
+    def _mark_done(self, files: dict[str, FileEntry]) -> None:
+        for shard in self._queue.missing():
+            if shard.file_name in files:
+                self._queue.done(shard.index)
+                self._count.was_there(shard)
+
+    def _start(self) -> None:
+        missing = self._queue.missing()
+        _check_room(missing, self._job, self._spec.config)
+        logger.info("capturing %d shards with %s", len(missing), self._job.engine)
+        self._count.begin()
+        self._pool.start()
+
+    def _report_wait(self) -> None:
+        if time.monotonic() - self._last_report > WAIT_REPORT_SECONDS:
+            self._last_report = time.monotonic()
+            names = ", ".join(shard.file_name for shard in self._queue.missing()[:5])
+            logger.info("waiting for shards that other processes make: %s", names or "none")
+
+    def _complete(self, writer: ArtifactWriter) -> ExtractResult:
+        """Counts of the whole capture.
+
+        Raises:
+            CaptureError: a shard is missing or holds other counts or bytes than planned.
+        """
+        if not self._count.num_new_shards:
+            logger.info("all shards are there already")
+        quarantined: dict[str, str] = {}
+        for shard in self._job.shards:
+            entry = writer.files.get(shard.file_name)
+            _check_counts(self._job, shard, self._samples, entry)
+            quarantined |= entry.facts.get("quarantined", {}) if entry else {}
+        seconds, captured = self._count.capture_seconds, self._count.captured_tokens
+        result = ExtractResult(
+            num_shards=len(self._job.shards),
+            num_new_shards=self._count.num_new_shards,
+            num_samples=len(self._samples) - len(quarantined),
+            num_tokens=sum(len(s) for s in self._samples if s.key not in quarantined),
+            bytes=sum(entry.bytes for entry in writer.files.values()),
+            captured_tokens=captured,
+            seconds=seconds,
+            tokens_per_second=captured / seconds if captured and seconds else None,
+            num_restarts=self._pool.num_restarts,
+            quarantined=[Rejection(key=key, reason=reason) for key, reason in quarantined.items()],
+        )
+        writer.complete(seconds=self._count.seconds, result=result.model_dump(mode="json"))
+        self._staging.remove()
+        return result
+
+
+class _Count:
+    """Counts and clock of this step; the clock starts when the first engine is loaded."""
+
+    def __init__(self, progress: Progress, shards: Sequence[PlannedShard], samples: Sequence[Sample]) -> None:
+        self._progress, self._num_shards, self._samples = progress, len(shards), samples
+        self.num_new_shards = self._num_done = self.captured_tokens = 0
+        self._total = sum(map(len, samples))
+        self._bytes, self._done_bytes = sum(shard.bytes for shard in shards), 0
+        self._there = 0
+        self._created = time.monotonic()
+        self._started: float | None = None
+        self._ended: float | None = None
 
     @property
     def seconds(self) -> float:
@@ -93,108 +230,78 @@ class _Session:
 
     @property
     def capture_seconds(self) -> float:
-        """From the loaded engine to the last finished shard."""
+        """From the first loaded engine to the last finished shard."""
         return (self._ended or time.monotonic()) - self._started if self._started is not None else 0.0
+
+    def begin(self) -> None:
+        """Engines are being started."""
+        self._report("loading the engine", force=True)
+
+    def on_loaded(self) -> None:
+        """An engine is loaded."""
+        if self._started is None:
+            self._started = time.monotonic()
 
     def on_tokens(self, count: int) -> None:
         """Count captured tokens and report."""
-        if self._started is None:
-            self._started = time.monotonic()
         self.captured_tokens += count
-        elapsed = self.capture_seconds
-        if not self.captured_tokens or not elapsed:
-            return
-        speed = self.captured_tokens / elapsed
-        self._progress(
-            self._total - self._to_capture + self.captured_tokens,
-            self._total,
-            "tokens",
-            f"{self._shards_there + self.num_new_shards} of {self._num_shards} shards",
-            tokens_per_second=speed,
-            seconds_left=(self._to_capture - self.captured_tokens) / speed,
-        )
+        self._report(f"{self._num_done} of {self._num_shards} shards")
+
+    def was_there(self, shard: PlannedShard) -> None:
+        """A shard was made before this step."""
+        self._there += self._num_tokens(shard)
+        self._num_done += 1
+        self._done_bytes += shard.bytes
 
     def shard_done(self, shard: PlannedShard) -> None:
-        """Count a finished shard."""
+        """A shard was finished while this step worked."""
         self.num_new_shards += 1
+        self._num_done += 1
+        self._done_bytes += shard.bytes
         self._ended = time.monotonic()
-        logger.info(
-            "%s done (%d of %d)", shard.file_name, self._shards_there + self.num_new_shards, self._num_shards
-        )
+        logger.info("%s done (%d of %d)", shard.file_name, self._num_done, self._num_shards)
+
+    def _report(self, message: str, force: bool = False) -> None:
+        metrics: dict[str, float] = {"gigabytes": self._done_bytes / 1e9, "of_gigabytes": self._bytes / 1e9}
+        if self.captured_tokens > 0 and self.capture_seconds > 0:
+            speed = self.captured_tokens / self.capture_seconds
+            left = self._total - self._there - self.captured_tokens
+            metrics |= {"tokens_per_second": speed, "seconds_left": max(0.0, left / speed)}
+        done = min(self._total, self._there + self.captured_tokens)
+        self._progress(done, self._total, "tokens", message, force=force, **metrics)
+
+    def _num_tokens(self, shard: PlannedShard) -> int:
+        return sum(len(sample) for sample in self._samples[shard.start : shard.end])
 
 
-def _adopt_finished(job: CaptureJob, writer: ArtifactWriter) -> CaptureJob:
-    """Record shards that an interrupted session had finished but not yet recorded."""
-    if not job.shards and not job.session.exists():
-        return job
-    for name, entry in open_session(job).items():
-        if entry.path == name and file_problem(writer.folder, entry) is None:
-            writer.record(entry)
-    missing = tuple(shard for shard in job.shards if shard.file_name not in writer.files)
-    return job.model_copy(update={"shards": missing})
-
-
-def _captured(
-    config: RunConfig, info: TargetInfo, job: CaptureJob, samples: Sequence[Sample], session: _Session
-) -> Iterator[tuple[PlannedShard, FileEntry]]:
-    """The engine's finished shards; no engine is imported when there is nothing to do."""
-    if not job.shards:
-        logger.info("all shards are there already")
-        return
-    _check_room(job, config)
-    logger.info("capturing %d shards with %s", len(job.shards), job.engine)
-    if config.capture.engine == "reference":
-        from eagle3_core.capture.reference import capture_with_reference
-
-        yield from capture_with_reference(config, info, job, samples, session.on_tokens)
-    else:
-        from eagle3_core.capture.vllm_engine import capture_with_vllm
-
-        yield from capture_with_vllm(config, info, job, samples, session.on_tokens)
-
-
-def _check_room(job: CaptureJob, config: RunConfig) -> None:
-    needed = sum(shard.bytes for shard in job.shards)
+def _check_room(missing: Sequence[PlannedShard], job: CaptureJob, config: RunConfig) -> None:
+    needed = sum(shard.bytes for shard in missing)
     reserve = int(config.limits.min_free_disk_gib * 2**30)
-    free = shutil.disk_usage(job.folder).free
+    folder = Path(job.folder)
+    free = shutil.disk_usage(folder).free
     if free < needed + reserve:
         raise CaptureError(
-            f"{job.folder} has {free:,} bytes free",
+            f"{folder} has {free:,} bytes free",
             expected=f"{needed:,} for the missing shards and {reserve:,} that must stay free",
             remedy="make room, or lower limits.min_free_disk_gib",
         )
 
 
-def _result(
-    shards: Sequence[PlannedShard], samples: Sequence[Sample], writer: ArtifactWriter, session: _Session
-) -> ExtractResult:
-    """Counts of the whole capture, checked against the plan.
+def _check_counts(
+    job: CaptureJob, shard: PlannedShard, samples: Sequence[Sample], entry: FileEntry | None
+) -> None:
+    """Hold a shard's manifest entry against the plan, quarantined samples left out.
 
     Raises:
-        CaptureError: a shard is missing or holds other counts or bytes than planned.
+        CaptureError: it is missing or holds other counts or bytes.
     """
-    for shard in shards:
-        entry = writer.files.get(shard.file_name)
-        planned = {
-            "num_samples": shard.end - shard.start,
-            "num_tokens": _num_tokens(shard, samples),
-            "state_bytes": shard.bytes,
-        }
-        found = {name: entry.facts.get(name) for name in planned} if entry else None
-        if found != planned:
-            raise CaptureError(f"{shard.file_name} holds {found}", expected=str(planned))
-    seconds = session.capture_seconds
-    return ExtractResult(
-        num_shards=len(shards),
-        num_new_shards=session.num_new_shards,
-        num_samples=len(samples),
-        num_tokens=sum(map(len, samples)),
-        bytes=sum(entry.bytes for entry in writer.files.values()),
-        captured_tokens=session.captured_tokens,
-        seconds=seconds,
-        tokens_per_second=session.captured_tokens / seconds if session.captured_tokens and seconds else None,
-    )
-
-
-def _num_tokens(shard: PlannedShard, samples: Sequence[Sample]) -> int:
-    return sum(len(sample) for sample in samples[shard.start : shard.end])
+    left_out = entry.facts.get("quarantined", {}) if entry else {}
+    wanted = [sample for sample in samples[shard.start : shard.end] if sample.key not in left_out]
+    planned = {
+        "num_samples": len(wanted),
+        "num_tokens": sum(map(len, wanted)),
+        "state_bytes": sum(map(job.layout.sample_bytes, wanted)),
+    }
+    found = {name: entry.facts.get(name) for name in planned} if entry else None
+    if found != planned:
+        raise CaptureError(f"{shard.file_name} holds {found}", expected=str(planned))

@@ -1,16 +1,16 @@
-"""What one engine session has to capture, and the folder through which its worker answers.
+"""What one engine session may be given to capture, and the folder through which its worker answers.
 
-The worker that holds the states may be another process than the step (the driver). It gets a `CaptureJob` as
-JSON, writes shards into the capture's folder, and for each finished shard leaves its manifest entry in the
-session folder; the driver, which holds the capture's lock, is the only one that writes the manifest. A
-failure of the worker is left there too, so that the driver can stop and say why.
+The worker that holds the states may be another process than the driver. It gets a `CaptureJob` as JSON,
+writes shards into the session's folder, and beside each finished shard leaves its manifest entry; only the
+step publishes them in the capture, so a worker that outlives its session can harm nothing. A failure of the
+worker is left there too, so that the driver can stop and say why.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -19,40 +19,58 @@ from eagle3_core.artifacts import ArtifactPlan, FileEntry
 from eagle3_core.config import RunConfig
 from eagle3_core.errors import CaptureError, Eagle3Error
 from eagle3_core.store.dataset import Sample, content_hash
-from eagle3_core.store.files import LOCK_NAME, folder_lock, write_atomic
+from eagle3_core.store.files import write_atomic
 from eagle3_core.store.shards import PlannedShard, ShardLayout
 from eagle3_core.target.info import TargetInfo
 from eagle3_core.target.layers import final_layer_id, resolve_aux_layer_ids
 
-SESSION_FOLDER = "session"
 FAILURE_NAME = "failure.json"
+JOURNAL_NAME = "in_flight.log"
 MAX_SHARDS_IN_FLIGHT = 3
 """Shards in host memory at once: one being written, one being finished, one being begun."""
 
 
+class EngineEndedError(CaptureError):
+    """The engine died under its driver: another engine may do better."""
+
+
 class CaptureJob(BaseModel):
-    """The missing shards of a capture, for one engine session."""
+    """The shards that an engine session may be given, and how their samples are to be sent."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     engine: str = Field(description="Name and version, for messages.")
     dataset_folder: str = Field(description="Folder of the dataset artifact: ids, masks and keys.")
-    folder: str = Field(description="Folder of the capture artifact.")
+    folder: str = Field(description="Folder of this session: finished shards, their entries, its journal.")
     layout: ShardLayout
-    shards: tuple[PlannedShard, ...] = Field(description="In the order in which they are captured.")
-
-    @property
-    def session(self) -> Path:
-        """Where worker and driver meet; not part of the artifact."""
-        return Path(self.folder) / SESSION_FOLDER
+    shards: tuple[PlannedShard, ...] = Field(description="In the order of the dataset.")
+    left_out: tuple[str, ...] = Field(default=(), description="Keys of quarantined samples.")
+    alone: tuple[str, ...] = Field(
+        default=(), description="Keys that are sent first, one at a time with nothing else in flight."
+    )
 
     @property
     def capture_ids(self) -> tuple[int, ...]:
         """Auxiliary capture ids and the final one, increasing: the order of an engine's rows."""
         return (*self.layout.aux_layer_ids, self.layout.final_layer_id)
 
+    @property
+    def journal(self) -> Journal:
+        """Where the session notes which samples the engine is computing."""
+        return Journal(Path(self.folder) / JOURNAL_NAME)
+
+    def samples_of(self, shard: PlannedShard, samples: Sequence[Sample]) -> list[Sample]:
+        """The samples of a shard, in order, without quarantined ones.
+
+        Args:
+            shard: one of the job's.
+            samples: all samples of the dataset.
+        """
+        left_out = set(self.left_out)
+        return [sample for sample in samples[shard.start : shard.end] if sample.key not in left_out]
+
     def entry_path(self, shard: PlannedShard) -> Path:
         """The side file that holds a finished shard's manifest entry."""
-        return self.session / f"{Path(shard.file_name).stem}.entry.json"
+        return Path(self.folder) / f"{Path(shard.file_name).stem}.entry.json"
 
     def finished_entry(self, shard: PlannedShard) -> FileEntry | None:
         """The manifest entry of a shard that the worker has finished, or None."""
@@ -63,7 +81,7 @@ class CaptureJob(BaseModel):
 
     def record_failure(self, error: Exception) -> None:
         """Leave the reason for which the worker cannot go on; the first one stays."""
-        path = self.session / FAILURE_NAME
+        path = Path(self.folder) / FAILURE_NAME
         if not path.exists():
             if not isinstance(error, Eagle3Error):
                 error = Eagle3Error(f"{type(error).__name__}: {error}")
@@ -76,10 +94,49 @@ class CaptureJob(BaseModel):
         Raises:
             CaptureError: with the worker's own words.
         """
-        path = self.session / FAILURE_NAME
+        path = Path(self.folder) / FAILURE_NAME
         if path.exists():
             reason = json.loads(path.read_text())
             raise CaptureError(reason["found"], expected=reason["expected"], remedy=reason["remedy"])
+
+
+class Journal:
+    """Which samples an engine has begun and not finished, on disk: it survives a process that is killed.
+
+    One line an event, `+key` or `-key`, each written in one call.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor: int | None = None
+
+    def started(self, key: str) -> None:
+        """The engine is about to compute this sample."""
+        self._append(f"+{key}\n")
+
+    def finished(self, key: str) -> None:
+        """The engine has computed this sample."""
+        self._append(f"-{key}\n")
+
+    def in_flight(self) -> list[str]:
+        """Samples that were begun and not finished, in order."""
+        try:
+            lines = self._path.read_text().splitlines()
+        except FileNotFoundError:
+            return []
+        begun: dict[str, None] = {}
+        for line in lines:
+            if line.startswith("+"):
+                begun[line[1:]] = None
+            else:
+                begun.pop(line[1:], None)
+        return list(begun)
+
+    def _append(self, line: str) -> None:
+        if self._descriptor is None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        os.write(self._descriptor, line.encode())
 
 
 def capture_layout(config: RunConfig, info: TargetInfo) -> ShardLayout:
@@ -128,27 +185,6 @@ def check_plan(plan: ArtifactPlan, samples: Sequence[Sample], layout: ShardLayou
         )
 
 
-def open_session(job: CaptureJob) -> dict[str, FileEntry]:
-    """Empty the session folder and return the entries of shards that an interrupted session had finished.
-
-    The worker holds the session folder's lock, so a worker that outlived its step is found here.
-
-    Raises:
-        StoreError: an earlier engine process is still writing.
-    """
-    with folder_lock(job.session):
-        finished = {shard.file_name: job.finished_entry(shard) for shard in job.shards}
-        for path in job.session.iterdir():
-            if path.name != LOCK_NAME:
-                path.unlink()
-    return {name: entry for name, entry in finished.items() if entry is not None}
-
-
-def close_session(job: CaptureJob) -> None:
-    """Remove the session folder of a finished capture."""
-    shutil.rmtree(job.session, ignore_errors=True)
-
-
 def _first_repeated(keys: Iterable[str]) -> str | None:
     seen: set[str] = set()
     for key in keys:
@@ -156,3 +192,9 @@ def _first_repeated(keys: Iterable[str]) -> str | None:
             return key
         seen.add(key)
     return None
+
+
+def iter_take(shards: Iterable[PlannedShard]) -> Callable[[], PlannedShard | None]:
+    """A `take` for an engine: gives the shards in order, then None."""
+    waiting = iter(shards)
+    return lambda: next(waiting, None)

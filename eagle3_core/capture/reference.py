@@ -17,7 +17,7 @@ import torch
 
 from eagle3_core.artifacts import FileEntry
 from eagle3_core.capture.assemble import ShardAssembler
-from eagle3_core.capture.job import CaptureJob
+from eagle3_core.capture.job import CaptureJob, iter_take
 from eagle3_core.config import RunConfig
 from eagle3_core.errors import CaptureError, TargetError
 from eagle3_core.store.dataset import Sample
@@ -124,6 +124,7 @@ def capture_with_reference(
     job: CaptureJob,
     samples: Sequence[Sample],
     on_tokens: Callable[[int], None],
+    take: Callable[[], PlannedShard | None] | None = None,
 ) -> Iterator[tuple[PlannedShard, FileEntry]]:
     """Capture the job's shards with transformers and yield each when it is written.
 
@@ -131,11 +132,14 @@ def capture_with_reference(
     """
     model = ReferenceModel(info, job.layout.dtype, config.engine.device, config.target.trust_remote_code)
     on_tokens(0)
-    assembler = ShardAssembler(job, samples)
+    assembler, journal = ShardAssembler(job, samples), job.journal
+    take = take or iter_take(job.shards)
     try:
-        for shard in job.shards:
-            for sample in samples[shard.start : shard.end]:
+        while (shard := take()) is not None:
+            for sample in job.samples_of(shard, samples):
+                journal.started(sample.key)
                 states, _ = model.forward(torch.from_numpy(sample.input_ids), job.capture_ids)
+                journal.finished(sample.key)
                 assembler.add(sample.key, sample.input_ids.tolist(), states.cpu())
                 on_tokens(len(sample))
             assembler.drain()

@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from eagle3_core.capture.job import Journal
+
 SAMPLE_PARAMETER = "eagle3_sample"
 DRAIN_PARAMETER = "eagle3_drain"
 
@@ -30,9 +32,14 @@ class FinishedRequest:
 
 
 class RequestLog:
-    """Follows requests from their start to the step in which the worker learns that they have finished."""
+    """Follows requests from their start to the step in which the worker learns that they have finished.
 
-    def __init__(self) -> None:
+    Args:
+        journal: is told which samples the engine begins and finishes to compute.
+    """
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
         self._finished: list[FinishedRequest] = []
         self._cached_tokens: dict[str, int] = {}
 
@@ -47,6 +54,7 @@ class RequestLog:
             drain = drain or bool(parameters.get(DRAIN_PARAMETER))
             if SAMPLE_PARAMETER in parameters:
                 self._cached_tokens[new.req_id] = new.num_computed_tokens
+                self._journal.started(parameters[SAMPLE_PARAMETER])
         return drain
 
     def finished(self, request: Any, block_ids: list[int]) -> bool:
@@ -58,6 +66,8 @@ class RequestLog:
         sample = (request.kv_transfer_params or {}).get(SAMPLE_PARAMETER)
         cached = self._cached_tokens.pop(request.request_id, 0)
         token_ids = list(request.prompt_token_ids or ())
+        if sample is not None:
+            self._journal.finished(sample)
         if sample is None or not block_ids or request.num_computed_tokens < len(token_ids):
             return False
         num_rows = len(token_ids) - cached

@@ -8,7 +8,6 @@ engine has already queued; an event tells when the copy is done, and only then a
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +19,6 @@ from eagle3_core.capture.job import CaptureJob
 from eagle3_core.capture.request_log import FinishedRequest
 from eagle3_core.errors import CaptureError
 from eagle3_core.store.dataset import read_dataset
-from eagle3_core.store.files import folder_lock
 
 logger = logging.getLogger(__name__)
 
@@ -41,11 +39,8 @@ class StatesWorker:
             raise CaptureError(f"vLLM holds captured states as {cache.dtype}", expected=job.layout.dtype)
         self._job, self._cache = job, cache
         self._stream = torch.cuda.Stream(cache.device) if cache.is_cuda else None
-        self._exit = contextlib.ExitStack()
-        self._exit.enter_context(folder_lock(job.session))
         samples = read_dataset(Path(job.dataset_folder))
         self._assembler = ShardAssembler(job, samples, pin_memory=cache.is_cuda)
-        self._exit.callback(self._assembler.close)
         self._copies: list[tuple[FinishedRequest, torch.cuda.Event | None]] = []
         self._failed = False
 
@@ -73,8 +68,8 @@ class StatesWorker:
         return done | {request.request_id for request in finished}
 
     def close(self) -> None:
-        """End the writing thread and free the session folder."""
-        self._exit.close()
+        """End the writing thread."""
+        self._assembler.close()
 
     def _begin_copy(self, request: FinishedRequest) -> torch.cuda.Event | None:
         num_tokens, capacity = len(request.token_ids), len(request.block_ids) * self._cache.shape[1]

@@ -60,7 +60,7 @@ class ShardConnector(KVConnectorBase_V1, SupportsHMA):
         extra = self._kv_transfer_config.kv_connector_extra_config
         self._job = CaptureJob.model_validate(extra[JOB_KEY])
         self._group, self._block_size = find_states_group(kv_cache_config)
-        self._requests = RequestLog()
+        self._requests = RequestLog(self._job.journal)
         self._worker: StatesWorker | None = None
 
     @property
@@ -144,7 +144,7 @@ class ShardConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker.step(metadata.finished, metadata.drain) or None, None
 
     def shutdown(self) -> None:
-        """End the writing thread and free the session folder."""
+        """End the writing thread."""
         if self._worker is not None:
             self._worker.close()
             self._worker = None

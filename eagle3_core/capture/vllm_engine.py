@@ -3,7 +3,8 @@
 Each sample is one request of its token ids with one new token. Requests are sent shard by shard, and those of
 a new shard only while fewer than `MAX_SHARDS_IN_FLIGHT` are unfinished, so that host memory stays bounded and
 the engine always has work. vLLM hands a request's states to the connector in an engine step after the one in
-which the request ended; where no later request causes that step, a drain request does.
+which the request ended; where no later request causes that step, a drain request does. Samples that may have
+killed an engine before are sent first, one at a time.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from eagle3_core.artifacts import FileEntry
-from eagle3_core.capture.job import MAX_SHARDS_IN_FLIGHT, CaptureJob
+from eagle3_core.capture.job import MAX_SHARDS_IN_FLIGHT, CaptureJob, EngineEndedError, iter_take
 from eagle3_core.config import CAPTURE_MARGIN_TOKENS, RunConfig
 from eagle3_core.errors import CaptureError
 from eagle3_core.store.dataset import Sample
@@ -28,13 +29,22 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+PENDING_BATCHES = 4
+"""Another shard is taken when fewer tokens than this many engine steps are waiting or being computed."""
+
 OnTokens = Callable[[int], None]
+Take = Callable[[], PlannedShard | None]
 
 
 def capture_with_vllm(
-    config: RunConfig, info: TargetInfo, job: CaptureJob, samples: Sequence[Sample], on_tokens: OnTokens
+    config: RunConfig,
+    info: TargetInfo,
+    job: CaptureJob,
+    samples: Sequence[Sample],
+    on_tokens: OnTokens,
+    take: Take | None = None,
 ) -> Iterator[tuple[PlannedShard, FileEntry]]:
-    """Capture the job's shards in one engine session and yield each when it is written.
+    """Capture shards in one engine session and yield each when it is written.
 
     Args:
         config: the run's.
@@ -42,16 +52,18 @@ def capture_with_vllm(
         job: what to capture.
         samples: all samples of the dataset, in order.
         on_tokens: called with the number of newly captured tokens; first with 0, when the engine is loaded.
+        take: gives the next shard, or None when there is none left; by default the job's, in order.
 
     Raises:
-        CaptureError: the engine's settings are unfit, it failed, or it returned other rows than asked for.
+        CaptureError: the engine's settings are unfit, or it returned other rows than asked for.
+        EngineEndedError: the engine died.
     """
-    longest = max(len(samples[i]) for shard in job.shards for i in range(shard.start, shard.end))
+    longest = max(len(sample) for shard in job.shards for sample in job.samples_of(shard, samples))
     llm = _load(config, info, job, engine_arguments(config, info, job, longest))
     try:
         check_settings(llm.llm_engine.vllm_config, longest)
         on_tokens(0)
-        yield from VllmDriver(llm, job, samples, on_tokens).run()
+        yield from VllmDriver(llm, job, samples, on_tokens, take).run()
     finally:
         llm.llm_engine.engine_core.shutdown()
 
@@ -108,20 +120,33 @@ def check_settings(vllm_config: Any, longest: int) -> None:
 class VllmDriver:
     """Sends samples to a loaded engine and watches for finished shards."""
 
-    def __init__(self, llm: LLM, job: CaptureJob, samples: Sequence[Sample], on_tokens: OnTokens) -> None:
+    def __init__(
+        self,
+        llm: LLM,
+        job: CaptureJob,
+        samples: Sequence[Sample],
+        on_tokens: OnTokens,
+        take: Take | None = None,
+    ) -> None:
         self._engine, self._job, self._samples, self._on_tokens = llm.llm_engine, job, samples, on_tokens
+        self._take = take or iter_take(job.shards)
+        batch = llm.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens
+        self._low_water = PENDING_BATCHES * batch
+        self._alone = set(job.alone)
+        self._waiting: deque[Sample] = deque()
         self._sent: dict[str, Sample] = {}
         self._unfinished: list[PlannedShard] = []
+        self._more = True
         self._numbers = itertools.count()
 
     def run(self) -> Iterator[tuple[PlannedShard, FileEntry]]:
-        """Yield each shard of the job with its manifest entry when it is written."""
-        waiting = deque(self._job.shards)
-        while waiting or self._unfinished:
+        """Yield each shard that `take` gives with its manifest entry when it is written."""
+        while self._more or self._unfinished:
             yield from self._take_finished()
             self._job.raise_failure()
-            while waiting and len(self._unfinished) < MAX_SHARDS_IN_FLIGHT:
-                self._send(waiting.popleft())
+            while self._more and self._has_room():
+                self._begin(self._take())
+            self._send()
             if self._engine.has_unfinished_requests():
                 self._step()
             elif self._unfinished:
@@ -130,15 +155,32 @@ class VllmDriver:
                 self._job.raise_failure()
                 self._check_progress()
 
-    def _send(self, shard: PlannedShard) -> None:
+    def _has_room(self) -> bool:
+        """Whether to ask for a shard: soon enough for the engine, late enough for other replicas."""
+        pending = sum(map(len, self._waiting)) + sum(map(len, self._sent.values()))
+        return len(self._unfinished) < MAX_SHARDS_IN_FLIGHT and pending < self._low_water
+
+    def _begin(self, shard: PlannedShard | None) -> None:
+        if shard is None:
+            self._more = False
+            return
+        samples = self._job.samples_of(shard, self._samples)
+        self._waiting.extend(sorted(samples, key=lambda sample: sample.key not in self._alone))
+        self._unfinished.append(shard)
+
+    def _send(self) -> None:
+        """Send what waits: everything, but a suspect only while nothing else is in flight."""
         from vllm.inputs import TokensPrompt
 
-        for sample in self._samples[shard.start : shard.end]:
+        while self._waiting:
+            is_alone = self._waiting[0].key in self._alone
+            if self._sent and (is_alone or any(s.key in self._alone for s in self._sent.values())):
+                return
+            sample = self._waiting.popleft()
             number = f"sample-{next(self._numbers)}"
             prompt = TokensPrompt(prompt_token_ids=sample.input_ids.tolist())
             self._engine.add_request(number, prompt, _sampling(eagle3_sample=sample.key))
             self._sent[number] = sample
-        self._unfinished.append(shard)
 
     def _step(self) -> None:
         from vllm.v1.engine.exceptions import EngineDeadError
@@ -147,7 +189,9 @@ class VllmDriver:
             outputs: list[RequestOutput] = self._engine.step()  # type: ignore[assignment]
         except EngineDeadError as error:
             self._job.raise_failure()
-            raise CaptureError(f"the capture engine ended ({error})", remedy="see the log above") from error
+            raise EngineEndedError(
+                f"the capture engine ended ({error})", remedy="see the log above"
+            ) from error
         done = [output for output in outputs if output.finished and output.request_id in self._sent]
         for output in done:
             self._check_output(output)

@@ -76,7 +76,7 @@ def run_step(
     environment |= {STEP_VARIABLE: step_variable(token), "PYTHONFAULTHANDLER": "1"}
     with files.open_log(spec) as log:
         output = _Output(log, Redactor(environment), on_line, on_progress)
-        supervisor = _Supervisor(_start(command, environment), token)
+        supervisor = Supervisor(_start(command, environment), token)
         try:
             for line in supervisor.lines(timeout_seconds, on_tick):
                 output.handle(line)
@@ -194,8 +194,13 @@ def _start(command: list[str], environment: dict[str, str]) -> subprocess.Popen[
         raise HostError(f"cannot start {command[0]} ({error})", remedy="check engine.python") from error
 
 
-class _Supervisor:
-    """Reads a started step's lines and ends its process tree."""
+class Supervisor:
+    """Reads a started process's lines and ends its process tree.
+
+    Args:
+        process: started with pipes for standard input and output.
+        token: what `STEP_VARIABLE` in its environment ends with.
+    """
 
     def __init__(self, process: subprocess.Popen[bytes], token: str) -> None:
         self._process = process

@@ -18,7 +18,7 @@ from typing import IO
 import xxhash
 
 from eagle3_core.artifacts import FileEntry
-from eagle3_core.errors import StoreError
+from eagle3_core.errors import FolderInUseError
 
 READ_BYTES = 1 << 22
 TEMPORARY_PREFIX = ".tmp-"
@@ -119,7 +119,7 @@ def folder_lock(folder: Path, wait_seconds: float = 60.0) -> Iterator[None]:
     """Hold `folder` exclusively; the kernel frees the lock when the process ends, however it ends.
 
     Raises:
-        StoreError: somebody else still holds it after `wait_seconds`; names the holder.
+        FolderInUseError: somebody else still holds it after `wait_seconds`; names the holder.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / LOCK_NAME).open("a+") as handle:
@@ -131,7 +131,7 @@ def folder_lock(folder: Path, wait_seconds: float = 60.0) -> Iterator[None]:
             except BlockingIOError:
                 if time.monotonic() >= deadline:
                     handle.seek(0)
-                    raise StoreError(
+                    raise FolderInUseError(
                         f"{folder} is in use by another process ({handle.read().strip() or 'unknown'})",
                         remedy="wait for that run or end it",
                     ) from None

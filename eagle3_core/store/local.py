@@ -101,13 +101,15 @@ class LocalStore:
         return [manifest for ref in refs if (manifest := self.find(ref))]
 
     @contextlib.contextmanager
-    def writer(self, plan: ArtifactPlan, run_id: str | None = None) -> Iterator[ArtifactWriter]:
-        """Hold the artifact's folder and write into it.
+    def writer(
+        self, plan: ArtifactPlan, run_id: str | None = None, wait_seconds: float = 60.0
+    ) -> Iterator[ArtifactWriter]:
+        """Hold the artifact's folder and write into it; wait at most `wait_seconds` for another writer.
 
         Raises:
             StoreError: another process writes it, or the folder holds an artifact of another identity.
         """
-        with folder_lock(self.folder(plan.ref)):
+        with folder_lock(self.folder(plan.ref), wait_seconds):
             remove_temporary_files(self.folder(plan.ref))
             found = self.find(plan.ref)
             if found is not None and found.identity != plan.identity:

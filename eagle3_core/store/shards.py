@@ -134,8 +134,9 @@ class PackedShard:
         self.offsets = [0, *accumulate(len(sample) for sample in samples)]
         self.final_offsets = [0, *accumulate(map(len, rows))]
         self.final_rows = torch.from_numpy(np.concatenate([*rows, np.empty(0, np.int64)]))
-        self.input_ids = torch.from_numpy(np.concatenate([s.input_ids for s in samples]).astype(np.int32))
-        self.loss_mask = torch.from_numpy(np.concatenate([s.loss_mask for s in samples]).astype(np.uint8))
+        ids, masks = [s.input_ids for s in samples], [s.loss_mask for s in samples]
+        self.input_ids = torch.from_numpy(np.concatenate([*ids, np.empty(0, np.int32)]).astype(np.int32))
+        self.loss_mask = torch.from_numpy(np.concatenate([*masks, np.empty(0, np.uint8)]).astype(np.uint8))
         dtype = getattr(torch, layout.dtype)
         num_aux, hidden = len(layout.aux_layer_ids), layout.hidden_size
         self.aux_states = torch.empty(self.offsets[-1], num_aux, hidden, dtype=dtype, pin_memory=pin_memory)

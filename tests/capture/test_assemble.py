@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from eagle3_core.capture.assemble import ShardAssembler
-from eagle3_core.capture.job import CaptureJob, open_session
+from eagle3_core.capture.job import CaptureJob
 from eagle3_core.errors import CaptureError
 from eagle3_core.store.files import file_problem
 from eagle3_core.store.shards import ShardLayout, ShardReader, plan_shards
@@ -29,9 +29,7 @@ def make_job(folder: Path, samples_per_shard: int = 2) -> CaptureJob:
         replace(one_by_one[0], index=number, start=start, end=start + samples_per_shard)
         for number, start in enumerate(starts)
     )
-    job = CaptureJob(engine="stub-1", dataset_folder="", folder=str(folder), layout=LAYOUT, shards=shards)
-    open_session(job)
-    return job
+    return CaptureJob(engine="stub-1", dataset_folder="", folder=str(folder), layout=LAYOUT, shards=shards)
 
 
 def states_of(index: int) -> torch.Tensor:

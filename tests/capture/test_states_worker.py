@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from eagle3_core.capture.job import CaptureJob, open_session
+from eagle3_core.capture.job import CaptureJob, Journal
 from eagle3_core.capture.request_log import FinishedRequest, RequestLog
 from eagle3_core.capture.states_worker import StatesWorker
-from eagle3_core.errors import CaptureError, StoreError
+from eagle3_core.errors import CaptureError
 from eagle3_core.store.dataset import DATASET_FILE, write_dataset
 from eagle3_core.store.shards import ShardLayout, ShardReader, plan_shards
 from tests.capture.runs import make_samples
@@ -35,34 +35,34 @@ def new_request(name: str, cached: int, **parameters: Any) -> Any:
     return SimpleNamespace(req_id=f"r-{name}", num_computed_tokens=cached, sampling_params=params)
 
 
-def test_a_finished_request_keeps_its_blocks_and_is_handed_over_once() -> None:
-    log = RequestLog()
+@pytest.fixture
+def log(tmp_path: Path) -> RequestLog:
+    return RequestLog(Journal(tmp_path / "in_flight.log"))
+
+
+def test_a_finished_request_keeps_its_blocks_and_is_handed_over_once(log: RequestLog) -> None:
     assert not log.started([new_request("a", 0)])
     assert log.finished(request("a"), [1, 2])
     assert log.take() == [FinishedRequest("r-a", "a", [5, 6, 7], 3, [1, 2])]
     assert log.take() == []
 
 
-def test_tokens_from_a_prefix_cache_have_no_row() -> None:
-    log = RequestLog()
+def test_tokens_from_a_prefix_cache_have_no_row(log: RequestLog) -> None:
     log.started([new_request("a", 2)])
     log.finished(request("a"), [1])
     assert log.take()[0].num_rows == 1
 
 
-def test_aborted_and_foreign_requests_leave_nothing() -> None:
-    log = RequestLog()
+def test_aborted_and_foreign_requests_leave_nothing(log: RequestLog) -> None:
     assert not log.finished(request("never scheduled", num_computed_tokens=0), [])
     assert not log.finished(request("half computed", num_computed_tokens=2), [1])
     assert not log.finished(request("foreign", kv_transfer_params=None), [1])
     assert log.take() == []
 
 
-def test_a_drain_request_is_seen_when_it_starts() -> None:
-    assert RequestLog().started([new_request("a", 0), new_request("d", 0, eagle3_drain=True)])
-    assert not RequestLog().started(
-        [SimpleNamespace(req_id="w", num_computed_tokens=0, sampling_params=None)]
-    )
+def test_a_drain_request_is_seen_when_it_starts(log: RequestLog) -> None:
+    assert log.started([new_request("a", 0), new_request("d", 0, eagle3_drain=True)])
+    assert not log.started([SimpleNamespace(req_id="w", num_computed_tokens=0, sampling_params=None)])
 
 
 @pytest.fixture
@@ -77,7 +77,6 @@ def job(tmp_path: Path) -> CaptureJob:
         layout=LAYOUT,
         shards=shards,
     )
-    open_session(job)
     return job
 
 
@@ -136,17 +135,6 @@ def test_a_drain_with_samples_missing_is_recorded(job: CaptureJob) -> None:
     with pytest.raises(CaptureError, match="no states for 2 samples"):
         job.raise_failure()
     worker.close()
-
-
-def test_a_worker_that_still_lives_keeps_a_new_session_out(
-    job: CaptureJob, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    worker = StatesWorker(job, cache())
-    monkeypatch.setattr("eagle3_core.store.files.time.monotonic", iter(range(0, 10_000, 100)).__next__)
-    with pytest.raises(StoreError, match="in use by another process"):
-        open_session(job)
-    worker.close()
-    assert open_session(job) == {}
 
 
 def test_states_of_another_dtype_are_refused(job: CaptureJob) -> None:

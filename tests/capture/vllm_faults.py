@@ -12,7 +12,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from eagle3_core.capture.job import CaptureJob, capture_layout, open_session
+from eagle3_core.capture.job import CaptureJob, capture_layout
 from eagle3_core.capture.vllm_engine import VllmDriver, capture_with_vllm
 from eagle3_core.contracts import StepSpec
 from eagle3_core.errors import CaptureError
@@ -36,7 +36,6 @@ def main(spec: StepSpec) -> None:
         layout=layout,
         shards=tuple(shards),
     )
-    open_session(job)
     sent = list(samples)
     changed = sent[-1].input_ids.copy()
     changed[3] = 7 if changed[3] != 7 else 8

@@ -1,0 +1,256 @@
+"""Keeps this host's engines working on a capture's shards, and decides what a dead engine means.
+
+An engine that dies is started again and its shards are done again. What it was computing when it died is
+suspected: the next session sends these samples first, one at a time, so that a sample which kills the engine
+again is alone and named; it is then quarantined, and the session after goes on without it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from eagle3_core.capture.job import CaptureJob
+from eagle3_core.capture.replica import Replica, SessionEnd, SessionHooks, num_replicas, replica_variables
+from eagle3_core.capture.replica import visible_devices as find_devices
+from eagle3_core.capture.shard_queue import ShardQueue, Staging
+from eagle3_core.config import RunConfig
+from eagle3_core.errors import CaptureError
+from eagle3_core.store.dataset import Sample
+from eagle3_core.store.shards import PlannedShard
+
+MAX_FRUITLESS_DEATHS = 3
+"""Engines that may die in a row without a shard finished or a sample quarantined in between."""
+
+logger = logging.getLogger(__name__)
+
+
+class EnginePool:
+    """The engines of this host.
+
+    Args:
+        config: the run's.
+        target_path: folder of the target.
+        job: what every session's job is made from; its shards are all of the capture.
+        samples: all samples of the dataset, in order.
+        queue: of this host.
+        staging: of the capture.
+        on_tokens: called with newly captured tokens, negative for those of a session that died.
+        on_loaded: called when an engine is loaded.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        target_path: str,
+        job: CaptureJob,
+        samples: Sequence[Sample],
+        queue: ShardQueue,
+        staging: Staging,
+        on_tokens: Callable[[int], None],
+        on_loaded: Callable[[], None],
+    ) -> None:
+        self._config, self._job, self._samples = config, job, samples
+        self._queue, self._staging = queue, staging
+        self._on_tokens, self._on_loaded = on_tokens, on_loaded
+        self._shard_of = {
+            sample.key: shard.index for shard in job.shards for sample in samples[shard.start : shard.end]
+        }
+        devices = find_devices() if config.engine.device == "cuda" else []
+        count = num_replicas(config, devices)
+        self._replicas = [
+            Replica(index, config, target_path, variables, f"[replica {index}] " if count > 1 else "")
+            for index, variables in enumerate(replica_variables(config, count, devices))
+        ]
+        self._threads: list[threading.Thread] = []
+        self._lock = threading.Lock()
+        self._fruitless = 0
+        self._sessions = 0
+        self._error: BaseException | None = None
+        self.num_restarts = 0
+
+    @property
+    def is_working(self) -> bool:
+        """Whether an engine of this host is at work."""
+        return any(thread.is_alive() for thread in self._threads)
+
+    def start(self) -> None:
+        """Start the replicas that can get a shard."""
+        missing = len(self._queue.missing())
+        self._threads = [
+            threading.Thread(target=self._work, args=(replica,), name=f"replica-{replica.index}")
+            for replica in self._replicas[:missing]
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def raise_error(self) -> None:
+        """Raise what ended a replica for good, once all have ended."""
+        if self._error is not None and not self.is_working:
+            raise self._error
+
+    def stop(self) -> None:
+        """End all sessions and wait for them."""
+        self._error = self._error or CaptureError("the capture was stopped")
+        for thread in self._threads:
+            thread.join()
+
+    def _work(self, replica: Replica) -> None:
+        try:
+            while self._error is None and self._queue.has_work():
+                session = _Session(self, replica)
+                end = replica.run(session.job, session.hooks)
+                shutil.rmtree(session.job.folder, ignore_errors=True)
+                if end.kind == "done" and not session.shards:
+                    return
+                self._judge(replica, session, end)
+        except BaseException as error:
+            self._error = self._error or error
+
+    def _judge(self, replica: Replica, session: _Session, end: SessionEnd) -> None:
+        """Give back what a session leaves unfinished, and decide whether to go on."""
+        if end.kind == "failed":
+            raise end.error or CaptureError(end.reason)
+        unfinished = [index for index, is_done in session.shards.items() if not is_done]
+        if end.kind == "done" and not unfinished:
+            return
+        if end.kind == "done":
+            end = SessionEnd("died", "the engine ended before its shards were written", was_loaded=True)
+        with self._lock:
+            self.num_restarts += 1
+            self._on_tokens(-session.unpublished_tokens)
+            self._queue.give_back(unfinished, end.in_flight, self._shard_of)
+            names = ", ".join(self._job_shard(index).file_name for index in unfinished) or "no shard"
+            logger.warning("%s%s; %s will be done again", replica.label, end.reason, names)
+            if not self._quarantine(session.job, end):
+                self._fruitless += 1
+            if self._fruitless >= MAX_FRUITLESS_DEATHS:
+                raise CaptureError(
+                    f"{self._job.engine} died {self._fruitless} times in a row without finishing a shard; "
+                    f"at last: {end.reason}",
+                    remedy="see the log above; lower capture.max_batched_tokens or engine.max_num_seqs if "
+                    "memory ran out",
+                ) from end.error
+
+    def _quarantine(self, job: CaptureJob, end: SessionEnd) -> bool:
+        """Quarantine a sample that killed an engine again, alone; returns whether there was one.
+
+        Raises:
+            CaptureError: more of them than the limit.
+        """
+        if len(end.in_flight) != 1 or end.in_flight[0] not in job.alone:
+            return False
+        key = end.in_flight[0]
+        self._staging.quarantine(key, f"killed {self._job.engine} twice: {end.reason}")
+        self._queue.acquit(key, self._shard_of[key])
+        self._fruitless = 0
+        logger.warning("sample %s killed the engine twice, the second time alone: quarantined", key)
+        found, limit = self._staging.quarantined(), self._config.capture.max_quarantined_samples
+        if len(found) > limit:
+            raise CaptureError(
+                f"{len(found)} samples are quarantined ({', '.join(list(found)[:5])})",
+                expected=f"at most {limit} (capture.max_quarantined_samples)",
+                remedy="see why they kill the engine, or raise the limit",
+            )
+        return True
+
+    def _job_shard(self, index: int) -> PlannedShard:
+        return next(shard for shard in self._job.shards if shard.index == index)
+
+    def next_job(self) -> CaptureJob:
+        """The job of a new session: with a folder of its own and what is known of samples by now."""
+        with self._lock:
+            self._sessions += 1
+            name = f"{socket.gethostname()}-{os.getpid()}-{self._sessions}"
+            return self._job.model_copy(
+                update={
+                    "folder": str(self._staging.session(name)),
+                    "shards": tuple(self._queue.missing()),
+                    "left_out": tuple(self._staging.quarantined()),
+                    "alone": self._queue.suspects(),
+                }
+            )
+
+    def check(self) -> None:
+        """Ends a session, called in its thread, when another replica has failed for good."""
+        if self._error is not None:
+            raise CaptureError("another replica failed")
+
+    def publish(self, replica: Replica, session: _Session, index: int) -> None:
+        """Publish a shard that a session has written."""
+        shard, begun = self._job_shard(index), session.begun[index]
+        left_out = set(session.job.left_out)
+        keys = [s.key for s in self._samples[shard.start : shard.end] if s.key in left_out]
+        facts: dict[str, object] = {
+            "engine": self._job.engine,
+            "host": socket.gethostname(),
+            "attempts": self._queue.attempts(index),
+            "seconds": round(time.monotonic() - begun, 3),
+        }
+        if keys:
+            reasons = self._staging.quarantined()
+            facts["quarantined"] = {key: reasons[key] for key in keys}
+        if not self._queue.publish(index, session.job, facts):
+            logger.warning("%s%s was taken over by another host", replica.label, shard.file_name)
+        self._fruitless = 0
+
+    def count(self, tokens: int) -> None:
+        """Count captured tokens of any session."""
+        self._on_tokens(tokens)
+
+    def loaded(self) -> None:
+        """An engine is loaded."""
+        self._on_loaded()
+
+    def take(self, deaths_known: int) -> PlannedShard | None:
+        """The next shard for a session."""
+        return self._queue.take(deaths_known) if self._error is None else None
+
+    def num_tokens(self, shard: PlannedShard, job: CaptureJob) -> int:
+        """Tokens that a session captures for a shard."""
+        return sum(map(len, job.samples_of(shard, self._samples)))
+
+    @property
+    def deaths(self) -> int:
+        """Engines of this host that have died."""
+        return self._queue.deaths
+
+
+class _Session:
+    """One engine session: its job, what it was given and what it has finished."""
+
+    def __init__(self, pool: EnginePool, replica: Replica) -> None:
+        self._pool, self._replica = pool, replica
+        self._deaths_known = pool.deaths
+        self.job = pool.next_job()
+        self.shards: dict[int, bool] = {}
+        self.begun: dict[int, float] = {}
+        self._tokens = 0
+        self._shard_tokens: dict[int, int] = {}
+        self.hooks = SessionHooks(self._take, self._written, self._count, pool.loaded, pool.check)
+
+    @property
+    def unpublished_tokens(self) -> int:
+        """Tokens that were counted for shards that are not there."""
+        return max(0, self._tokens - sum(self._shard_tokens[i] for i, done in self.shards.items() if done))
+
+    def _take(self) -> int | None:
+        shard = self._pool.take(self._deaths_known)
+        if shard is None:
+            return None
+        self.shards[shard.index], self.begun[shard.index] = False, time.monotonic()
+        self._shard_tokens[shard.index] = self._pool.num_tokens(shard, self.job)
+        return shard.index
+
+    def _written(self, index: int) -> None:
+        self._pool.publish(self._replica, self, index)
+        self.shards[index] = True
+
+    def _count(self, tokens: int) -> None:
+        self._tokens += tokens
+        self._pool.count(tokens)

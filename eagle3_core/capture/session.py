@@ -1,0 +1,137 @@
+"""One engine session, in a process of its own: `python -m eagle3_core.capture.session SPEC`.
+
+It loads the engine, asks for shards and captures them until there are none left. It talks to the step that
+started it in lines: events on standard output, each `EVENT_PREFIX` and JSON, and answers on standard input,
+each the index of a shard or nothing. When standard input closes, the step is gone and the session ends itself
+with everything that it started.
+
+    session: {"event": "loaded"}      step:
+    session: {"event": "want"}        step: 3
+    session: {"event": "tokens", "tokens": 5120}
+    session: {"event": "written", "shard": 3}
+    session: {"event": "want"}        step: (an empty line: no shard is left)
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from eagle3_core.capture.engines import capture_engine
+from eagle3_core.capture.job import CaptureJob, EngineEndedError
+from eagle3_core.config import RunConfig
+from eagle3_core.errors import EXIT_BUG, EXIT_OK, EXIT_USER_ERROR, Eagle3Error
+from eagle3_core.step import LOG_FORMAT, end_with_descendants
+from eagle3_core.store.dataset import Sample, read_dataset
+from eagle3_core.store.files import write_atomic
+from eagle3_core.store.shards import PackedShard, PlannedShard, write_packed_shard
+from eagle3_core.target.info import inspect_target
+
+EVENT_PREFIX = "@eagle3-session "
+TOKEN_EVENT_SECONDS = 0.5
+
+logger = logging.getLogger(__name__)
+
+
+class SessionSpec(BaseModel):
+    """What a session is started with."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    config: RunConfig
+    target_path: str
+    job: CaptureJob
+
+
+class _Line:
+    """The session's side of the conversation with its step."""
+
+    def __init__(self, job: CaptureJob, samples: Sequence[Sample]) -> None:
+        self._job, self._samples = job, samples
+        self._shards = {shard.index: shard for shard in job.shards}
+        self._answers: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._tokens = 0
+        self._last = 0.0
+        threading.Thread(target=self._listen, name="step-watch", daemon=True).start()
+
+    def say(self, event: str, **facts: Any) -> None:
+        """Send one event."""
+        os.write(1, f"{EVENT_PREFIX}{json.dumps({'event': event, **facts})}\n".encode())
+
+    def take(self) -> PlannedShard | None:
+        """Ask for the next shard; one whose samples are all quarantined is written here, empty."""
+        self.tell_tokens()
+        while True:
+            self.say("want")
+            answer = self._answers.get().strip()
+            if not answer:
+                return None
+            shard = self._shards[int(answer)]
+            if self._job.samples_of(shard, self._samples):
+                return shard
+            entry = write_packed_shard(
+                Path(self._job.folder) / shard.file_name, PackedShard([], self._job.layout)
+            )
+            write_atomic(self._job.entry_path(shard), entry.model_dump_json())
+            self.say("written", shard=shard.index)
+
+    def on_tokens(self, count: int) -> None:
+        """Count captured tokens; the first call says that the engine is loaded."""
+        if not count:
+            self.say("loaded")
+            return
+        self._tokens += count
+        if time.monotonic() - self._last >= TOKEN_EVENT_SECONDS:
+            self.tell_tokens()
+
+    def tell_tokens(self) -> None:
+        """Send what has been counted."""
+        if self._tokens:
+            self.say("tokens", tokens=self._tokens)
+        self._tokens, self._last = 0, time.monotonic()
+
+    def _listen(self) -> None:
+        for line in sys.stdin:
+            self._answers.put(line)
+        end_with_descendants()
+
+
+def main(path: str) -> int:
+    """Run the session that a spec file describes; returns the exit code."""
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, stream=sys.stdout, force=True)
+    spec = SessionSpec.model_validate_json(Path(path).read_text())
+    samples = read_dataset(Path(spec.job.dataset_folder))
+    line = _Line(spec.job, samples)
+    try:
+        info = inspect_target(Path(spec.target_path))
+        capture = capture_engine(spec.config.capture.engine)
+        for shard, _ in capture(spec.config, info, spec.job, samples, line.on_tokens, line.take):
+            line.tell_tokens()
+            line.say("written", shard=shard.index)
+    except Eagle3Error as error:
+        reason = {"found": error.found, "expected": error.expected, "remedy": error.remedy}
+        line.say("failed", died=isinstance(error, EngineEndedError), kind=type(error).__name__, **reason)
+        return EXIT_USER_ERROR
+    except Exception as error:
+        logger.exception("the capture engine failed")
+        found = " ".join(f"{type(error).__name__}: {error}".split())[:2000]
+        line.say("failed", died=True, kind=type(error).__name__, found=found, expected=None, remedy=None)
+        return EXIT_BUG
+    return EXIT_OK
+
+
+if __name__ == "__main__":
+    # Engines leave threads and atexit hooks that can hang or abort after the work is done and saved.
+    code = main(sys.argv[1])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

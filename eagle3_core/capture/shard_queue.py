@@ -1,0 +1,213 @@
+"""The queue of a capture's missing shards, and where finished ones are published; imports no torch.
+
+Several engines of one host take from one queue, and several hosts take from one store: who gets a shard is
+decided by a claim, and a finished shard appears in the capture's folder by a rename, followed by its entry in
+the staging folder, which whoever holds the capture's lock adds to the manifest.
+
+    <store>/staging/<capture id>/
+      claims/       who makes which shard now
+      entries/      manifest entries of published shards
+      quarantine/   samples that kill engines
+      sessions/     what single engine sessions write
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from eagle3_core.artifacts import ArtifactRef, FileEntry
+from eagle3_core.capture.claims import ShardClaims
+from eagle3_core.capture.job import CaptureJob
+from eagle3_core.store.files import sync_folder, write_atomic
+from eagle3_core.store.local import LocalStore
+from eagle3_core.store.shards import PlannedShard
+
+
+class Staging:
+    """The folder through which all that work on one capture meet."""
+
+    def __init__(self, store: LocalStore, capture: ArtifactRef) -> None:
+        self.path = store.root / "staging" / capture.id
+        self.capture_folder = store.folder(capture)
+
+    @property
+    def claims(self) -> Path:
+        """Folder of the claims."""
+        return self.path / "claims"
+
+    def session(self, name: str) -> Path:
+        """Folder of an engine session."""
+        return self.path / "sessions" / name
+
+    def entry(self, shard: PlannedShard) -> FileEntry | None:
+        """The manifest entry of a published shard, or None."""
+        try:
+            return FileEntry.model_validate_json(self._entry_path(shard).read_bytes())
+        except (OSError, ValidationError):
+            return None
+
+    def publish(self, shard: PlannedShard, entry: FileEntry, session: Path) -> None:
+        """Give a session's finished shard its place in the capture, then say so."""
+        self.capture_folder.mkdir(parents=True, exist_ok=True)
+        (session / shard.file_name).replace(self.capture_folder / shard.file_name)
+        sync_folder(self.capture_folder)
+        write_atomic(self._entry_path(shard), entry.model_dump_json())
+
+    def withdraw(self, shard: PlannedShard) -> None:
+        """Forget a published shard that turned out damaged."""
+        self._entry_path(shard).unlink(missing_ok=True)
+
+    def quarantined(self) -> dict[str, str]:
+        """Key and reason of every quarantined sample."""
+        found = {}
+        for path in sorted((self.path / "quarantine").glob("*.json")):
+            record = json.loads(path.read_text())
+            found[record["key"]] = record["reason"]
+        return found
+
+    def quarantine(self, key: str, reason: str) -> None:
+        """Leave a sample out from now on."""
+        name = hashlib.sha256(key.encode()).hexdigest()[:24]
+        record = json.dumps({"key": key, "reason": reason})
+        write_atomic(self.path / "quarantine" / f"{name}.json", record)
+
+    def remove(self) -> None:
+        """Remove the folder of a finished capture."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def _entry_path(self, shard: PlannedShard) -> Path:
+        return self.path / "entries" / f"{Path(shard.file_name).stem}.json"
+
+
+@dataclass
+class ShardState:
+    """What this host knows of one shard."""
+
+    shard: PlannedShard
+    is_done: bool = False
+    is_ours: bool = False
+    attempts: int = 0
+    after_death: int = 0
+    suspects: list[str] = field(default_factory=list)
+
+
+class ShardQueue:
+    """Gives shards to this host's sessions; safe to call from several threads.
+
+    Args:
+        shards: all shards of the capture.
+        staging: shared with other hosts.
+        claims: of this process.
+
+    A shard that was given back because its engine died is given only to sessions that began after that: they
+    know which of its samples to send alone, and which to leave out.
+    """
+
+    def __init__(self, shards: Sequence[PlannedShard], staging: Staging, claims: ShardClaims) -> None:
+        self._states = {shard.index: ShardState(shard) for shard in shards}
+        self._staging, self._claims = staging, claims
+        self._lock = threading.RLock()
+        self.deaths = 0
+        self.times_suspected: Counter[str] = Counter()
+
+    def done(self, index: int) -> None:
+        """A shard is there, whoever made it."""
+        with self._lock:
+            self._states[index].is_done = True
+
+    def missing(self) -> list[PlannedShard]:
+        """Shards that are not there yet."""
+        with self._lock:
+            return [state.shard for state in self._states.values() if not state.is_done]
+
+    def attempts(self, index: int) -> int:
+        """How often this host has begun a shard."""
+        return self._states[index].attempts
+
+    def has_work(self) -> bool:
+        """Whether a new session would get a shard."""
+        with self._lock:
+            return any(self._is_waiting(state, self.deaths) for state in self._states.values())
+
+    def take(self, deaths_known: int) -> PlannedShard | None:
+        """Claim the next shard for a session that began after `deaths_known` deaths, or None."""
+        with self._lock:
+            for state in self._states.values():
+                if self._is_waiting(state, deaths_known) and self._claims.take(state.shard.file_name):
+                    if self._staging.entry(state.shard) is not None:
+                        self._claims.release(state.shard.file_name)
+                        state.is_done = True
+                        continue
+                    state.is_ours, state.attempts = True, state.attempts + 1
+                    return state.shard
+        return None
+
+    def suspects(self) -> tuple[str, ...]:
+        """Samples that were in flight when an engine died and whose shards are not there yet."""
+        with self._lock:
+            return tuple(
+                key for state in self._states.values() if not state.is_done for key in state.suspects
+            )
+
+    def publish(self, index: int, job: CaptureJob, facts: dict[str, object]) -> bool:
+        """Publish a shard that a session has written; False where its claim had been taken over.
+
+        Args:
+            index: of the shard.
+            job: the session's.
+            facts: added to the manifest entry.
+        """
+        with self._lock:
+            state = self._states[index]
+            entry = job.finished_entry(state.shard)
+            assert entry is not None, f"{state.shard.file_name} was announced without an entry"
+            name = state.shard.file_name
+            is_valid = self._claims.is_mine(name)
+            if is_valid:
+                entry = entry.model_copy(update={"facts": entry.facts | facts})
+                self._staging.publish(state.shard, entry, Path(job.folder))
+                self._claims.release(name)
+                state.is_done = True
+            state.is_ours = False
+            return is_valid
+
+    def give_back(self, indices: Sequence[int], in_flight: Sequence[str], keys: dict[str, int]) -> None:
+        """Give back what a dead session had begun.
+
+        Args:
+            indices: its unfinished shards.
+            in_flight: keys of the samples that it was computing.
+            keys: the shard of each key.
+        """
+        with self._lock:
+            self.deaths += 1
+            self.times_suspected.update(in_flight)
+            for index in indices:
+                state = self._states[index]
+                state.is_ours, state.after_death = False, self.deaths
+                found = [key for key in in_flight if keys[key] == index]
+                state.suspects = list(dict.fromkeys([*state.suspects, *found]))
+                self._claims.release(state.shard.file_name)
+
+    def acquit(self, key: str, index: int) -> None:
+        """A sample is no suspect any more: it is quarantined."""
+        with self._lock:
+            state = self._states[index]
+            state.suspects = [suspect for suspect in state.suspects if suspect != key]
+
+    def _is_waiting(self, state: ShardState, deaths_known: int) -> bool:
+        return (
+            not state.is_done
+            and not state.is_ours
+            and state.after_death <= deaths_known
+            and not self._claims.is_held_elsewhere(state.shard.file_name)
+        )
