@@ -14,7 +14,7 @@ from eagle3_core.artifacts import ArtifactPlan, ArtifactRef
 from eagle3_core.config import RunConfig
 
 StepName = Literal[
-    "engine_info", "fetch_target", "prepare", "extract", "verify", "train", "export", "benchmark"
+    "engine_info", "fetch_target", "prepare", "extract", "verify", "train", "export", "benchmark", "probe"
 ]
 
 
@@ -113,6 +113,34 @@ class LayerCheck(_Message):
     median_error: float
     p99_error: float
     nearest_wrong_median: float = Field(description="The distance to the nearest other layer.")
+
+
+class ProbeSpec(_Message):
+    """Asks whether an engine captures what we think it captures, for one architecture."""
+
+    config: RunConfig = Field(description="Engine, device and auxiliary ids; the rest does not matter.")
+    target_config: dict[str, Any] = Field(description="The target's `config.json`.")
+    folder: str = Field(description="Scratch folder for the miniature and its shards.")
+
+
+ProbeOutcome = Literal["ok", "wrong", "unsupported", "failed"]
+
+
+class ProbeResult(_Message):
+    """What a probe found: `wrong` states, an `unsupported` architecture, or an engine that `failed`."""
+
+    outcome: ProbeOutcome
+    reason: str = Field(description="In one line; empty if all is right.")
+    engine: str
+    packages: dict[str, str] = Field(description="Versions of the environment.")
+    device: str = Field(description="`cpu`, or the GPU's name.")
+    dtype: str = Field(description="In which the engine computed; the measure is fp32.")
+    tensor_parallel_size: int
+    architecture: str
+    layers: list[LayerCheck] = Field(description="Every layer of the miniature.")
+    num_requests: int = Field(description="Requests that were searched for mix-ups.")
+    seconds: float
+    made_at: str = Field(description="UTC, ISO 8601.")
 
 
 class BadSample(_Message):
@@ -222,6 +250,7 @@ SPEC_TYPES: dict[str, type[BaseModel]] = {
     "train": StepSpec,
     "export": StepSpec,
     "benchmark": StepSpec,
+    "probe": ProbeSpec,
 }
 RESULT_TYPES: dict[str, type[BaseModel]] = {
     "engine_info": EngineInfoResult,
@@ -232,6 +261,7 @@ RESULT_TYPES: dict[str, type[BaseModel]] = {
     "train": TrainResult,
     "export": ExportResult,
     "benchmark": BenchmarkResult,
+    "probe": ProbeResult,
 }
 
 

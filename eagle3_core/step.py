@@ -40,6 +40,7 @@ STEPS = {
     "train": "eagle3_core.training.train",
     "export": "eagle3_core.serving.export",
     "benchmark": "eagle3_core.serving.benchmark",
+    "probe": "eagle3_core.capture.probe",
 }
 """Step name to the module whose `run(spec, progress)` does the work."""
 

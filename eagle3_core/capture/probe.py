@@ -1,0 +1,258 @@
+"""The step `probe`: does the installed engine capture what we think it captures, for this architecture?
+
+Legend: S tokens, L captured ids, H hidden size, N decoder layers of the miniature.
+
+A miniature of the target runs through the engine with the code that captures real targets, twice: once with
+all layers, a few prompts; once with three auxiliary layers as in a real run, 30 prompts in one batch. The
+measure is transformers' own `hidden_states` in fp32, so the probe also holds for the engine `reference`.
+
+`python -m eagle3_core.capture.probe --all --engine vllm --device cuda --record FILE` probes every known
+architecture from an engine environment alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from eagle3_core.artifacts import RECORDED_PACKAGES, installed_versions
+from eagle3_core.capture.compare import WRONG_LAYER_RATIO, LayerDistances, layer_distances
+from eagle3_core.capture.engines import capture_engine
+from eagle3_core.capture.job import CaptureJob
+from eagle3_core.capture.miniature import Miniature, make_miniature
+from eagle3_core.capture.miniature_config import miniature_config, probe_layer_ids
+from eagle3_core.capture.probe_plan import probe_config, tensor_parallel_size
+from eagle3_core.capture.probe_requests import (
+    FOREIGN_SHARE,
+    layer_requests,
+    mixed_requests,
+    request_problems,
+    stored_states,
+)
+from eagle3_core.config import RunConfig
+from eagle3_core.contracts import LayerCheck, ProbeOutcome, ProbeResult, ProbeSpec
+from eagle3_core.errors import Eagle3Error, TargetError
+from eagle3_core.host.engine_info import VLLM_PACKAGES
+from eagle3_core.step import Progress
+from eagle3_core.store.dataset import DATASET_FILE, Sample, write_dataset
+from eagle3_core.store.shards import CapturedSample, ShardLayout, ShardReader, plan_shards
+from eagle3_core.target.info import TargetInfo, inspect_target, text_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
+
+SHARDS_PER_SESSION = 4
+MAX_LISTED = 3
+
+
+def run(spec: ProbeSpec, progress: Progress) -> ProbeResult:
+    """Probe one architecture; what goes wrong is the result, never an exception."""
+    started = time.monotonic()
+    progress(0, 3, "parts", "making the miniature", force=True)
+    try:
+        outcome, reason, layers, num_requests = _probe(spec, progress)
+    except TargetError as error:
+        outcome, reason, layers, num_requests = "unsupported", str(error), [], 0
+    except Exception as error:
+        logger.exception("the probe failed")
+        outcome, reason, layers, num_requests = "failed", first_cause(error), [], 0
+    packages = installed_versions((*RECORDED_PACKAGES, *VLLM_PACKAGES))
+    engine = spec.config.engine
+    return ProbeResult(
+        outcome=outcome,
+        reason=reason,
+        engine=spec.config.capture.engine,
+        packages={name: packages[name] for name in sorted(packages)},
+        device=torch.cuda.get_device_name() if engine.device == "cuda" else "cpu",
+        dtype=probe_config(spec.config, "").target.dtype,
+        tensor_parallel_size=tensor_parallel_size(spec.config),
+        architecture=(spec.target_config.get("architectures") or ["unknown"])[0],
+        layers=layers,
+        num_requests=num_requests,
+        seconds=round(time.monotonic() - started, 1),
+        made_at=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+
+
+def first_cause(error: BaseException) -> str:
+    """The innermost error in one line."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    text = str(error) if isinstance(error, Eagle3Error) else f"{type(error).__name__}: {error}"
+    return " ".join(text.split())[:500]
+
+
+def _probe(spec: ProbeSpec, progress: Progress) -> tuple[ProbeOutcome, str, list[LayerCheck], int]:
+    small = miniature_config(spec.target_config, tensor_parallel_size(spec.config))
+    folder = Path(spec.folder)
+    miniature = make_miniature(small, folder / "miniature")
+    config = probe_config(spec.config, str(miniature.folder))
+    reason = unsupported_reason(config, miniature)
+    if reason:
+        return "unsupported", reason, [], 0
+    info = inspect_target(miniature.folder)
+    measure = Measure(miniature, info.num_layers)
+    every, three = probe_layer_ids(info.num_layers, spec.config.target.aux_layer_ids)
+    vocab_size = text_config(small)["vocab_size"]
+    try:
+        progress(1, 3, "parts", "capturing every layer", force=True)
+        samples = layer_requests(vocab_size)
+        stored = capture_miniature(config, info, every, samples, folder / "layers")
+        distances = measure.distances(stored, samples, (*every, info.num_layers))
+        layers = [_layer_check(found) for found in distances]
+        wrong = layer_problem(distances)
+        if wrong:
+            return "wrong", wrong, layers, 0
+        progress(2, 3, "parts", "capturing 30 requests", force=True)
+        samples = mixed_requests(vocab_size)
+        stored = capture_miniature(config, info, three, samples, folder / "requests")
+        apart = {found.capture_id: found.nearest_wrong_median for found in distances}
+        wrong = measure.requests_problem(stored, samples, (*three, info.num_layers), apart)
+        if wrong:
+            return "wrong", wrong, layers, len(samples)
+    finally:
+        for name in ("layers", "requests", "miniature"):
+            shutil.rmtree(folder / name, ignore_errors=True)
+    progress(3, 3, "parts", "done", force=True)
+    return "ok", "", layers, len(samples)
+
+
+def unsupported_reason(config: RunConfig, miniature: Miniature) -> str | None:
+    """Why the engine cannot capture this architecture, seen without loading it; None if it may."""
+    return None
+
+
+def capture_miniature(
+    config: RunConfig, info: TargetInfo, aux_layer_ids: Sequence[int], samples: Sequence[Sample], folder: Path
+) -> list[CapturedSample]:
+    """Capture samples in one engine session, with all rows of the final state, in the order of `samples`."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    write_dataset(folder / DATASET_FILE, samples)
+    layout = ShardLayout(
+        tuple(aux_layer_ids), info.num_layers, info.hidden_size, config.target.dtype, final_state="all"
+    )
+    total = sum(map(layout.sample_bytes, samples))
+    shards = tuple(plan_shards(samples, layout, total // SHARDS_PER_SESSION))
+    job = CaptureJob(
+        engine=config.capture.engine,
+        dataset_folder=str(folder),
+        folder=str(folder),
+        layout=layout,
+        shards=shards,
+    )
+    capture = capture_engine(config.capture.engine)
+    for _ in capture(config, info, job, samples, lambda count: None):
+        continue
+    return [stored for shard in shards for stored in ShardReader(folder / shard.file_name)]
+
+
+class Measure:
+    """transformers' own hidden states of a miniature, in fp32 on the CPU.
+
+    The last entry of `hidden_states` is after the final norm: the state before it is what the norm reads.
+    """
+
+    def __init__(self, miniature: Miniature, num_layers: int) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self._num_layers = num_layers
+        self._model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            miniature.text_folder, dtype=torch.float32
+        ).eval()
+
+    @torch.inference_mode()
+    def states(self, sample: Sample) -> torch.Tensor:
+        """States [S, N + 1, H] of all capture ids, 0 to N."""
+        before_norm: list[torch.Tensor] = []
+        norm = self._model.get_decoder().norm
+        hook = norm.register_forward_pre_hook(lambda _, arguments: before_norm.append(arguments[0]))
+        try:
+            ids = torch.from_numpy(sample.input_ids).long()[None]
+            output: Any = self._model(input_ids=ids, use_cache=False, output_hidden_states=True)
+        finally:
+            hook.remove()
+        states = [*output.hidden_states[: self._num_layers], before_norm[0]]
+        return torch.stack([state[0] for state in states], dim=1)
+
+    def distances(
+        self, stored: Sequence[CapturedSample], samples: Sequence[Sample], capture_ids: Sequence[int]
+    ) -> list[LayerDistances]:
+        """Distances of each captured id to all layers, over the rows of all samples."""
+        references = [self.states(sample) for sample in samples]
+        states = [stored_states(found) for found in stored]
+        rows = [torch.arange(len(found)) for found in states]
+        return [
+            layer_distances(capture_id, [found[:, place] for found in states], rows, references)
+            for place, capture_id in enumerate(capture_ids)
+        ]
+
+    def requests_problem(
+        self,
+        stored: Sequence[CapturedSample],
+        samples: Sequence[Sample],
+        capture_ids: Sequence[int],
+        apart: dict[int, float],
+    ) -> str | None:
+        """The first requests that got states which are not theirs, in one line; None if there are none.
+
+        Args:
+            stored: what the engine returned.
+            samples: what was sent.
+            capture_ids: that were captured.
+            apart: for each capture id, how far the nearest other layer is.
+        """
+        references = [self.states(sample)[:, list(capture_ids)] for sample in samples]
+        limits = [FOREIGN_SHARE * apart[k] for k in capture_ids]
+        found = request_problems(stored, samples, references, limits)
+        if not found:
+            return None
+        listed = "; ".join(f"{problem.key}: {problem.text}" for problem in found[:MAX_LISTED])
+        ids = list(capture_ids)
+        return f"{len(found)} of {len(samples)} requests have wrong states with ids {ids}: {listed}"
+
+
+def layer_problem(distances: Sequence[LayerDistances]) -> str | None:
+    """What is wrong with the captured layers, in one line; None if each is nearest to its own."""
+    problems = []
+    for found in distances:
+        if not torch.isfinite(found.errors).all():
+            problems.append(f"capture id {found.capture_id} has values that are not finite")
+        elif found.nearest_id != found.capture_id:
+            nearest = float(found.medians[found.nearest_id])
+            problems.append(
+                f"capture id {found.capture_id} holds the state of {found.nearest_id} "
+                f"({nearest:.4f} from it, {found.median_error:.4f} from its own)"
+            )
+        elif not found.is_right:
+            problems.append(
+                f"capture id {found.capture_id} is {found.median_error:.4f} from its own state and only "
+                f"{found.nearest_wrong_median:.4f} from another (at least {WRONG_LAYER_RATIO:g} times as far)"
+            )
+    return "; ".join(problems[:MAX_LISTED]) or None
+
+
+def _layer_check(found: LayerDistances) -> LayerCheck:
+    return LayerCheck(
+        capture_id=found.capture_id,
+        nearest_id=found.nearest_id,
+        median_error=found.median_error,
+        p99_error=found.p99_error,
+        nearest_wrong_median=found.nearest_wrong_median,
+    )
+
+
+if __name__ == "__main__":
+    from eagle3_core.capture.probe_all import main
+
+    sys.exit(main())

@@ -1,0 +1,152 @@
+"""Probes of all known architectures, each in a process of its own; needs an engine environment and no more.
+
+An engine that dies or hangs takes one architecture with it: that is a result too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from eagle3_core.capture.probe_plan import (
+    PROBE_VERSION,
+    architecture_run,
+    known_architecture,
+    known_architectures,
+    probe_config,
+    tensor_parallel_size,
+)
+from eagle3_core.capture.probe_record import ProbeRecord, result_line
+from eagle3_core.config import RunConfig
+from eagle3_core.contracts import ProbeResult, ProbeSpec
+from eagle3_core.errors import EXIT_OK, EXIT_STEP_FAILED, EXIT_USER_ERROR, Eagle3Error, StepError
+from eagle3_core.host.engine_info import EngineVersions, engine_versions
+from eagle3_core.host.process import run_step
+
+TIMEOUT_SECONDS = 90.0
+PROCESSES = {"cpu": 1, "cuda": 2}
+"""At once, by device: two miniatures share a GPU."""
+
+OnResult = Callable[[str, ProbeResult], None]
+
+
+def probe_all(
+    config: RunConfig,
+    names: Sequence[str],
+    folder: Path,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+    on_result: OnResult | None = None,
+) -> ProbeRecord:
+    """Probe architectures and collect what was found.
+
+    Args:
+        config: engine and device.
+        names: of known architectures.
+        folder: for logs and scratch files.
+        timeout_seconds: of each.
+        on_result: called with each as it is there, from several threads.
+
+    Raises:
+        HostError: the engine environment does not run.
+    """
+    versions = engine_versions(config.engine)
+
+    def probe(name: str) -> ProbeResult:
+        result = probe_one(config, versions, known_architecture(name), folder / name, timeout_seconds)
+        if on_result is not None:
+            on_result(name, result)
+        return result
+
+    with ThreadPoolExecutor(PROCESSES[config.engine.device]) as pool:
+        results = dict(zip(names, pool.map(probe, names), strict=True))
+    devices = [result.device for result in results.values() if result.layers]
+    return ProbeRecord(
+        probe_version=PROBE_VERSION,
+        engine=config.capture.engine,
+        engine_version=versions.capture_engine(config),
+        device=devices[0] if devices else config.engine.device,
+        python=versions.python,
+        packages=versions.packages,
+        made_at=_now(),
+        results=results,
+    )
+
+
+def probe_one(
+    config: RunConfig,
+    versions: EngineVersions,
+    target_config: dict[str, Any],
+    folder: Path,
+    timeout_seconds: float,
+) -> ProbeResult:
+    """Probe one architecture; a process that dies or hangs becomes the result `failed`."""
+    started = time.monotonic()
+    spec = ProbeSpec(config=config, target_config=target_config, folder=str(folder / "scratch"))
+    try:
+        return run_step("probe", spec, engine=config.engine, folder=folder, timeout_seconds=timeout_seconds)
+    except StepError as error:
+        return ProbeResult(
+            outcome="failed",
+            reason=error.found,
+            engine=config.capture.engine,
+            packages=versions.packages,
+            device=config.engine.device,
+            dtype=probe_config(config, "").target.dtype,
+            tensor_parallel_size=tensor_parallel_size(config),
+            architecture=(target_config.get("architectures") or ["unknown"])[0],
+            layers=[],
+            num_requests=0,
+            seconds=round(time.monotonic() - started, 1),
+            made_at=_now(),
+        )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line of `python -m eagle3_core.capture.probe`; returns the exit code."""
+    options = _parser().parse_args(arguments)
+    names = list(known_architectures()) if options.all else options.architecture
+    try:
+        with tempfile.TemporaryDirectory(prefix="eagle3-probe-") as scratch:
+            folder = options.logs or Path(scratch)
+            config = architecture_run(options.engine, options.device)
+            record = probe_all(
+                config,
+                names,
+                folder,
+                options.timeout,
+                lambda name, result: print(f"{name:12} {result_line(result)}", flush=True),
+            )
+    except Eagle3Error as error:
+        print(f"probe: {error}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    if options.record:
+        options.record.parent.mkdir(parents=True, exist_ok=True)
+        options.record.write_text(record.model_dump_json(indent=1) + "\n")
+    return EXIT_OK if record.is_right else EXIT_STEP_FAILED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m eagle3_core.capture.probe",
+        description="Probe architectures with the engine of this environment.",
+    )
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--all", action="store_true", help="every known architecture")
+    which.add_argument("--architecture", action="append", choices=list(known_architectures()))
+    parser.add_argument("--engine", choices=["vllm", "sglang", "reference"], required=True)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--record", type=Path, help="write the results as JSON")
+    parser.add_argument("--logs", type=Path, help="keep each process's log in this folder")
+    parser.add_argument("--timeout", type=float, default=TIMEOUT_SECONDS, help="seconds for each")
+    return parser
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

