@@ -178,14 +178,22 @@ def target_fetch(
 
 @target_app.command("inspect")
 def target_inspect(
-    target: Annotated[str, typer.Argument(help="Built-in name, folder, or a hub id in the local cache.")],
+    target: Annotated[str, typer.Argument(help="Built-in name, folder, or hub id ORG/NAME.")],
+    revision: Annotated[
+        str | None, typer.Option("--revision", help="Branch, tag or commit of a hub id.")
+    ] = None,
     workspace: WorkspaceOption = "workspace",
     as_json: JsonOption = False,
 ) -> None:
-    """Show what is known of a target: layers, sizes, capture ids, fingerprint."""
-    from flows.inspect_views import show_target
+    """Show what is known of a target without loading it: layers, sizes, capture ids, fingerprint.
 
-    show_target(target, workspace, as_json)
+    Of a hub id that is not in the local cache only configuration, tokenizer and weight headers are read;
+    HF_ENDPOINT and HF_TOKEN are honoured.
+    """
+    from flows.inspect_views import target_config
+    from flows.target_view import show_target
+
+    show_target(target_config(target, workspace, revision), as_json)
 
 
 def _load(profile: str, limit: int | None, overrides: list[str] | None) -> RunConfig:

@@ -18,9 +18,7 @@ from eagle3_core.contracts import FetchTargetResult, ProgressEvent
 from eagle3_core.errors import EXIT_OK, EXIT_USER_ERROR
 from eagle3_core.host.process import run_step
 from eagle3_core.preflight import run_checks
-from eagle3_core.target.info import inspect_target
-from eagle3_core.target.layers import final_layer_id, resolve_aux_layer_ids
-from eagle3_core.target.locate import fetch_spec, present_target
+from eagle3_core.target.locate import fetch_spec
 
 
 def show_checks(config: RunConfig, as_json: bool) -> int:
@@ -59,26 +57,9 @@ def fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str,
         yield prefix + name, _type_name(annotation), default, info.description or ""
 
 
-def show_target(name: str, workspace: str, as_json: bool) -> None:
-    """Print what is known of a target without loading it."""
-    config = _target_config(name, workspace)
-    info = inspect_target(present_target(config))
-    if as_json:
-        print(info.model_dump_json(indent=1))
-        return
-    facts = info.model_dump(exclude={"text_config", "embedding", "norm", "lm_head"})
-    facts |= {role: getattr(info, role).name for role in ("embedding", "norm", "lm_head")}
-    facts["auxiliary capture ids"] = resolve_aux_layer_ids(None, info.num_layers)
-    facts["final capture id"] = final_layer_id(info.num_layers)
-    table = Table(box=None, pad_edge=False, show_header=False)
-    for key, value in facts.items():
-        table.add_row(key, escape(_text(value)))
-    Console().print(table)
-
-
 def fetch_target(name: str, workspace: str, engine_python: str | None) -> None:
     """Fetch a built-in target; prints its folder."""
-    config = _target_config(name, workspace)
+    config = target_config(name, workspace)
     spec = fetch_spec(config)
     engine = EngineConfig(python=engine_python) if engine_python else config.engine
     console = Console(stderr=True)
@@ -93,8 +74,9 @@ def fetch_target(name: str, workspace: str, engine_python: str | None) -> None:
     print(result.path)
 
 
-def _target_config(name: str, workspace: str) -> RunConfig:
-    target = TargetConfig(model=name).model_dump()
+def target_config(name: str, workspace: str, revision: str | None = None) -> RunConfig:
+    """The configuration of a run of which only the target is known."""
+    target = TargetConfig(model=name, revision=revision).model_dump()
     return parse_config({"name": "target", "target": target, "workspace": workspace})
 
 

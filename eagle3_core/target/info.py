@@ -1,42 +1,46 @@
-"""What is known of a target from its folder, without loading weights and without torch."""
+"""What is known of a target from its files, without loading weights and without torch."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import struct
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from eagle3_core.artifacts import canonical_json
 from eagle3_core.errors import TargetError
+from eagle3_core.target.architecture import (
+    AttentionFacts,
+    ExpertFacts,
+    RopeFacts,
+    attention_facts,
+    expert_facts,
+    rope_facts,
+)
+from eagle3_core.target.files import (
+    WEIGHTS_SUFFIX,
+    FolderFiles,
+    TargetFiles,
+    TensorPlace,
+    find_tensors,
+    read_json,
+)
+from eagle3_core.target.fingerprint import headers_fingerprint, target_fingerprint, tokenizer_fingerprint
+from eagle3_core.target.quantization import QuantizationFacts, count_parameters, quantization_facts
+from eagle3_core.target.tokenizer import tokenizer_entries
 
-NESTED_CONFIGS = ("text_config", "language_config", "llm_config", "language_model")
+NESTED_CONFIGS = ("text_config", "language_config", "llm_config", "language_model", "thinker_config")
 EMBEDDING_NAMES = ("model.embed_tokens.weight", "embed_tokens.weight")
 NORM_NAMES = ("model.norm.weight", "norm.weight")
 HEAD_NAMES = ("lm_head.weight",)
-WEIGHT_PREFIXES = ("", "language_model.", "model.language_model.", "model.")
-TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json",
-    "added_tokens.json", "chat_template.jinja", "chat_template.json", "generation_config.json",
-    "tiktoken.model", "sentencepiece.bpe.model", "spiece.model", "vocab.json", "vocab.txt", "merges.txt",
+WEIGHT_PREFIXES = (
+    "", "language_model.", "model.language_model.", "model.", "text_model.", "model.text_model.", "llm.",
+    "thinker.",
 )  # fmt: skip
-"""What decides the tokens of a chat: `generation_config.json` names the ids that end a turn."""
-SAMPLED_TENSORS = 2048
-SAMPLE_BYTES = 64
-MAX_HEADER_BYTES = 100 << 20
-
-
-class TensorPlace(BaseModel):
-    """Where one tensor lies."""
-
-    model_config = ConfigDict(frozen=True)
-    name: str
-    file: str
-    shape: tuple[int, ...]
-    dtype: str
+"""What a wrapper puts before the names of its language model: `language_model.` in Kimi-K2.5."""
+TIED_BY_DEFAULT = ("gemma", "cohere", "ernie4_5", "lfm2", "smollm3", "starcoder2", "minicpm3")
+"""Starts of model types whose embeddings are tied unless the configuration says otherwise."""
+SHOWN_NAMES = 12
 
 
 class TargetInfo(BaseModel):
@@ -46,7 +50,7 @@ class TargetInfo(BaseModel):
     """
 
     model_config = ConfigDict(frozen=True)
-    path: str
+    path: str = Field(description="Folder, or hub id where the weights are not here.")
     architecture: str
     model_type: str = Field(description="Of the language model, inside any wrapper.")
     num_layers: int
@@ -58,7 +62,8 @@ class TargetInfo(BaseModel):
     quantization: str | None
     weights_bytes: int
     fingerprint: str = Field(
-        description="Of the configuration, the target's code, and of weights: names, shapes, sizes, samples."
+        description="Of the configuration, the target's code, and of weights: names, shapes, sizes, samples. "
+        "Starts with `headers:` where the weights are not here."
     )
     tokenizer_fingerprint: str = Field(description="Of tokenizer, chat template and end-of-turn ids.")
     embedding: TensorPlace
@@ -67,168 +72,156 @@ class TargetInfo(BaseModel):
         description="The embedding where embeddings are tied, even if there is a head: vLLM ignores it."
     )
     text_config: dict[str, Any] = Field(description="Configuration of the language model.")
+    nested_under: str | None = Field(
+        default=None, description="Key of a wrapper's configuration that holds the language model's."
+    )
+    tokenizer_entries: int | None = Field(default=None, description="Token ids that the tokenizer has.")
+    num_parameters: int | None = Field(
+        default=None, description="Of all weights, wrapper included; None while files are missing."
+    )
+    quantization_facts: QuantizationFacts | None = None
+    rope: tuple[RopeFacts, ...] = ()
+    attention: AttentionFacts | None = None
+    experts: ExpertFacts | None = None
+    missing_files: tuple[str, ...] = Field(
+        default=(), description="Weight files that the index names but that are not there."
+    )
+
+    @property
+    def padded_rows(self) -> int | None:
+        """Rows of the embedding that no token has."""
+        return None if self.tokenizer_entries is None else self.vocab_size - self.tokenizer_entries
 
 
 def inspect_target(path: Path) -> TargetInfo:
-    """Read a target's configuration and weight headers.
+    """Read the configuration and weight headers of a target that can be loaded.
 
     Raises:
         TargetError: missing folder or files, unreadable JSON or headers, or an unknown layout, in which case
             the tensor names found are listed.
     """
-    config = _read_json(path / "config.json")
-    text = text_config(config)
-    headers = read_headers(path)
-    tied = bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", False)))
-    embedding = _find(headers, EMBEDDING_NAMES, "embedding", path)
-    norm = _find(headers, NORM_NAMES, "final norm", path)
-    lm_head = embedding if tied else _find(headers, HEAD_NAMES, "LM head", path)
+    files = FolderFiles(path)
+    config = _config(files)
+    tensors, missing = find_tensors(files)
+    if missing:
+        raise TargetError(
+            f"{path} lacks {len(missing)} of the weight files that its index names: "
+            f"{', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}",
+            remedy="fetch the target whole; `eagle3 target inspect` shows what is known without them",
+        )
+    return _describe(files, config, tensors, missing, target_fingerprint(config, tensors, path))
+
+
+def describe_target(files: TargetFiles) -> TargetInfo:
+    """The same of a target whose weights need not be here: on the hub, or half fetched.
+
+    Raises:
+        TargetError: no configuration, unreadable JSON or headers, or an unknown layout.
+    """
+    config = _config(files)
+    tensors, missing = find_tensors(files)
+    return _describe(files, config, tensors, missing, headers_fingerprint(config, tensors))
+
+
+def text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The language model's configuration inside a (multimodal) wrapper's, or the configuration itself."""
+    return _find_text_config(config)[1]
+
+
+def _find_text_config(config: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:
+    """The dotted key of the language model's configuration, and that configuration."""
+    for key in NESTED_CONFIGS:
+        inner = config.get(key)
+        if not isinstance(inner, dict):
+            continue
+        if "num_hidden_layers" in inner:
+            return key, inner
+        deeper, found = _find_text_config(inner)
+        if deeper:
+            return f"{key}.{deeper}", found
+    return None, config
+
+
+def _describe(
+    files: TargetFiles,
+    config: dict[str, Any],
+    tensors: Mapping[str, TensorPlace],
+    missing: tuple[str, ...],
+    fingerprint: str,
+) -> TargetInfo:
+    nested_under, text = _find_text_config(config)
+    num_layers, hidden_size = (_integer(text, key, files) for key in ("num_hidden_layers", "hidden_size"))
+    tied = _is_tied(config, text)
+    embedding = _find(tensors, EMBEDDING_NAMES, "embedding", files)
+    norm = _find(tensors, NORM_NAMES, "final norm", files)
+    lm_head = embedding if tied else _find(tensors, HEAD_NAMES, "LM head", files)
+    quantization = quantization_facts(config, text, read_json(files, "hf_quant_config.json"))
     return TargetInfo(
-        path=str(path),
+        path=files.name,
         architecture=(config.get("architectures") or ["unknown"])[0],
         model_type=str(text.get("model_type", "unknown")),
-        num_layers=_integer(text, "num_hidden_layers", path),
-        hidden_size=_integer(text, "hidden_size", path),
-        vocab_size=embedding.shape[0],
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        vocab_size=embedding.shape[0] if embedding.shape else _integer(text, "vocab_size", files),
         tied_embeddings=tied,
         max_position_embeddings=text.get("max_position_embeddings"),
         dtype=text.get("dtype") or text.get("torch_dtype") or config.get("dtype"),
         quantization=(config.get("quantization_config") or text.get("quantization_config") or {}).get(
             "quant_method"
         ),
-        weights_bytes=sum(file.stat().st_size for file in path.glob("*.safetensors")),
-        fingerprint=_fingerprint(config, headers, path),
-        tokenizer_fingerprint=_hash_files(path, TOKENIZER_FILES),
+        weights_bytes=sum(size for name, size in files.sizes().items() if name.endswith(WEIGHTS_SUFFIX)),
+        fingerprint=fingerprint,
+        tokenizer_fingerprint=tokenizer_fingerprint(files),
         embedding=embedding,
         norm=norm,
         lm_head=lm_head,
         text_config=text,
+        nested_under=nested_under,
+        tokenizer_entries=tokenizer_entries(files),
+        num_parameters=None if missing else count_parameters(tensors.values(), quantization),
+        quantization_facts=quantization,
+        rope=rope_facts(text),
+        attention=attention_facts(text),
+        experts=expert_facts(text),
+        missing_files=missing,
     )
 
 
-def text_config(config: dict[str, Any]) -> dict[str, Any]:
-    """The language model's configuration inside a (multimodal) wrapper's, or the configuration itself."""
-    for key in NESTED_CONFIGS:
-        if isinstance(config.get(key), dict) and "num_hidden_layers" in config[key]:
-            return config[key]
-    return config
+def _config(files: TargetFiles) -> dict[str, Any]:
+    if files.read("config.json") is None:
+        raise TargetError(
+            f"cannot read {files.name}/config.json: there is none",
+            remedy="set target.model to a Hugging Face model folder",
+        )
+    return read_json(files, "config.json")
 
 
-def read_headers(path: Path) -> dict[str, TensorPlace]:
-    """Name, file, shape and dtype of every tensor in a folder's safetensors files.
-
-    Raises:
-        TargetError: no safetensors files, a missing shard of the index, or a damaged header.
-    """
-    index = path / "model.safetensors.index.json"
-    names = (
-        sorted(set(_read_json(index).get("weight_map", {}).values()))
-        if index.is_file()
-        else sorted(file.name for file in path.glob("*.safetensors"))
-    )
-    if not names:
-        raise TargetError(f"{path} has no safetensors weights", remedy="point target.model to a full model")
-    places: dict[str, TensorPlace] = {}
-    for name in names:
-        for tensor, entry in read_header(path / name).items():
-            places[tensor] = TensorPlace(
-                name=tensor, file=name, shape=tuple(entry["shape"]), dtype=entry["dtype"]
-            )
-    return places
+def _is_tied(config: Mapping[str, Any], text: Mapping[str, Any]) -> bool:
+    for part in (text, config):
+        if part.get("tie_word_embeddings") is not None:
+            return bool(part["tie_word_embeddings"])
+    return str(text.get("model_type", "")).startswith(TIED_BY_DEFAULT)
 
 
-def read_header(file: Path) -> dict[str, dict[str, Any]]:
-    """The tensors that a safetensors file declares: name to shape, dtype and data offsets.
-
-    Raises:
-        TargetError: missing, or not a whole safetensors file.
-    """
-    try:
-        size = file.stat().st_size
-        with file.open("rb") as handle:
-            (length,) = struct.unpack("<Q", handle.read(8))
-            if length > min(size - 8, MAX_HEADER_BYTES):
-                raise ValueError(f"header of {length} bytes in a file of {size}")
-            header = json.loads(handle.read(length))
-        header.pop("__metadata__", None)
-        end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-        if 8 + length + end != size:
-            raise ValueError(f"{size} bytes instead of {8 + length + end}")
-        return header
-    except (OSError, ValueError, struct.error, KeyError, TypeError) as error:
-        raise TargetError(f"{file} is not a whole safetensors file ({error})") from error
-
-
-def _find(headers: dict[str, TensorPlace], names: tuple[str, ...], what: str, path: Path) -> TensorPlace:
+def _find(
+    tensors: Mapping[str, TensorPlace], names: tuple[str, ...], what: str, files: TargetFiles
+) -> TensorPlace:
     for prefix in WEIGHT_PREFIXES:
         for name in names:
-            if prefix + name in headers:
-                return headers[prefix + name]
-    outside_layers = sorted(name for name in headers if ".layers." not in name)[:12]
+            if prefix + name in tensors:
+                return tensors[prefix + name]
+    outside_layers = sorted(name for name in tensors if ".layers." not in name and ".blocks." not in name)
+    found = ", ".join((outside_layers or sorted(tensors))[:SHOWN_NAMES]) or "nothing"
     raise TargetError(
-        f"{path} has no {what} under a known name",
+        f"{files.name} has no {what} under a known name",
         expected=f"one of {', '.join(names)}, with or without a language-model prefix",
-        remedy=f"found outside the layers: {', '.join(outside_layers) or 'nothing'}",
+        remedy=f"found {'outside the layers' if outside_layers else 'instead'}: {found}",
     )
 
 
-def _integer(config: dict[str, Any], key: str, path: Path) -> int:
+def _integer(config: Mapping[str, Any], key: str, files: TargetFiles) -> int:
     if not isinstance(config.get(key), int):
-        raise TargetError(f"{path}/config.json has no {key}; found keys {', '.join(sorted(config)[:20])}")
-    return config[key]
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        document = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
         raise TargetError(
-            f"cannot read {path} ({error})", remedy="set target.model to a Hugging Face model folder"
-        ) from error
-    if not isinstance(document, dict):
-        raise TargetError(f"{path} is not a JSON object")
-    return document
-
-
-def _fingerprint(config: dict[str, Any], headers: dict[str, TensorPlace], path: Path) -> str:
-    ignored = {"_name_or_path", "transformers_version"}
-    document = {
-        "config": {key: value for key, value in config.items() if key not in ignored},
-        "tensors": {name: [place.file, place.dtype, *place.shape] for name, place in headers.items()},
-        "sizes": {name: (path / name).stat().st_size for name in sorted({p.file for p in headers.values()})},
-        "code": _hash_files(path, tuple(sorted(file.name for file in path.glob("*.py")))),
-        "sample": {name: _sample_hash(path / name) for name in sorted({p.file for p in headers.values()})},
-    }
-    return hashlib.sha256(canonical_json(document)).hexdigest()[:32]
-
-
-def _sample_hash(file: Path, num_blocks: int = 16, block_bytes: int = 4096) -> str:
-    """Hash of a few evenly spaced blocks and of the middle of every tensor (of `SAMPLED_TENSORS` at most).
-
-    Tells retrained weights of equal shape apart at no cost, also where only one tensor was trained.
-    """
-    size = file.stat().st_size
-    places = [
-        (max(0, (size - block_bytes) * index // max(1, num_blocks - 1)), block_bytes)
-        for index in range(num_blocks)
-    ]
-    spans = sorted(tuple(entry["data_offsets"]) for entry in read_header(file).values())
-    data = size - max((stop for _, stop in spans), default=0)
-    stride = -(-len(spans) // SAMPLED_TENSORS) or 1
-    for start, stop in spans[::stride]:
-        length = min(SAMPLE_BYTES, stop - start)
-        places.append((data + (start + stop - length) // 2, length))
-    digest = hashlib.sha256()
-    with file.open("rb") as handle:
-        for place, length in places:
-            handle.seek(place)
-            digest.update(handle.read(length))
-    return digest.hexdigest()[:16]
-
-
-def _hash_files(path: Path, names: tuple[str, ...]) -> str:
-    digest = hashlib.sha256()
-    for name in names:
-        if (path / name).is_file():
-            digest.update(name.encode() + b"\0" + (path / name).read_bytes())
-    return digest.hexdigest()[:32]
+            f"{files.name}/config.json has no {key}", remedy=f"found keys {', '.join(sorted(config)[:20])}"
+        )
+    return config[key]

@@ -85,7 +85,7 @@ def target_folder(config: RunConfig) -> Path:
     raise TargetError(
         f"target.model {model!r} is neither a folder nor in the hub cache {hub_cache()}",
         expected=f"a Hugging Face folder, a cached hub id or one of {', '.join(BUILTIN_TARGETS)}",
-        remedy="correct target.model, or download it there with `hf download`",
+        remedy="a run needs its target on this machine: correct target.model, or use `hf download`",
     )
 
 
@@ -105,8 +105,12 @@ def present_target(config: RunConfig) -> Path:
 def verifier_name(config: RunConfig, target_path: str) -> str:
     """What an engine is told to load as the target: the hub id of a hub model, otherwise its folder."""
     name = config.target.model
-    is_hub_id = name.count("/") == 1 and not name.startswith((".", "/", "~"))
-    return name if is_hub_id and not resolve_path(name).exists() else target_path
+    return name if is_hub_id(name) and not resolve_path(name).exists() else target_path
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a name reads `ORG/NAME`; a local folder may be called so too."""
+    return name.count("/") == 1 and not name.startswith((".", "/", "~"))
 
 
 def hub_cache() -> Path:

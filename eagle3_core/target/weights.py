@@ -15,7 +15,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from eagle3_core.errors import TargetError
-from eagle3_core.target.info import TargetInfo, TensorPlace
+from eagle3_core.target.files import NOT_HERE, TensorPlace
+from eagle3_core.target.info import TargetInfo
 
 FLOAT_DTYPES = ("BF16", "F16", "F32")
 HEAD_CHUNK_ROWS = 32768
@@ -40,9 +41,13 @@ def read_tensor(info: TargetInfo, place: TensorPlace) -> torch.Tensor:
     """One tensor of a target, in its stored dtype.
 
     Raises:
-        TargetError: the file is gone or damaged, or the tensor is quantised.
+        TargetError: the file is gone, was never here or is damaged, or the tensor is quantised.
     """
     path = Path(info.path) / place.file
+    if place.dtype == NOT_HERE:
+        raise TargetError(
+            f"{place.name} of {info.path} cannot be read: its file is not here", remedy=f"fetch {place.file}"
+        )
     if place.dtype not in FLOAT_DTYPES:
         raise TargetError(
             f"{place.name} in {path} is stored as {place.dtype}", expected=f"one of {', '.join(FLOAT_DTYPES)}"

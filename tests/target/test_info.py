@@ -84,6 +84,120 @@ def test_a_language_model_inside_a_wrapper_is_found(tmp_path: Path) -> None:
     assert info.norm.name == "model.language_model.norm.weight"
 
 
+KIMI_TEXT: dict[str, Any] = CONFIG | {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "kimi_k2",
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "tie_word_embeddings": False,
+    "rope_theta": 50000.0,
+    "rope_scaling": {"type": "yarn", "factor": 64.0, "original_max_position_embeddings": 4096},
+    "quantization_config": {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": {"weights": {"num_bits": 4, "group_size": 32}}},
+        "ignore": ["lm_head", "re:.*self_attn.*"],
+    },
+}
+KIMI_CONFIG: dict[str, Any] = {
+    "architectures": ["KimiK25ForConditionalGeneration"],
+    "model_type": "kimi_k25",
+    "tie_word_embeddings": False,
+    "vision_config": {"model_type": "kimi_k25_vision", "num_hidden_layers": 27, "hidden_size": 6},
+    "text_config": KIMI_TEXT,
+}
+KIMI_SHAPES = {
+    "language_model.model.embed_tokens.weight": [20, 8],
+    "language_model.model.layers.1.self_attn.o_proj.weight": [8, 8],
+    "language_model.model.norm.weight": [8],
+    "language_model.lm_head.weight": [20, 8],
+    "mm_projector.pre_norm.weight": [6],
+    "vision_tower.encoder.blocks.0.norm0.weight": [6],
+    "vision_tower.encoder.final_layernorm.weight": [6],
+}
+
+
+def test_the_multimodal_wrapper_of_kimi_k25_is_seen_through(tmp_path: Path) -> None:
+    info = inspect_target(make_target(tmp_path, KIMI_CONFIG, KIMI_SHAPES))
+    assert (info.architecture, info.model_type) == ("KimiK25ForConditionalGeneration", "kimi_k2")
+    assert (info.nested_under, info.num_layers, info.hidden_size, info.vocab_size) == (
+        "text_config",
+        4,
+        8,
+        20,
+    )
+    assert info.embedding.name == "language_model.model.embed_tokens.weight"
+    assert info.norm.name == "language_model.model.norm.weight"
+    assert info.lm_head.name == "language_model.lm_head.weight"
+    assert info.quantization == "compressed-tensors"
+    assert info.quantization_facts is not None
+    assert info.quantization_facts.left_out == ("lm_head", "re:.*self_attn.*")
+    assert info.attention is not None
+    assert (info.attention.kind, info.attention.latent_size) == ("mla", 40)
+    assert info.experts is not None
+    assert [rope.kind for rope in info.rope] == ["yarn"]
+
+
+def test_its_weights_under_their_older_names_are_found_too(tmp_path: Path) -> None:
+    shapes = {
+        name.replace("language_model.model.", "language_model."): shape for name, shape in KIMI_SHAPES.items()
+    }
+    info = inspect_target(make_target(tmp_path, KIMI_CONFIG, shapes))
+    assert info.norm.name == "language_model.norm.weight"
+    assert info.embedding.name == "language_model.embed_tokens.weight"
+
+
+@pytest.mark.parametrize("path", ["language_model", "language_config", "thinker_config.text_config"])
+def test_a_configuration_nested_under_another_name_is_found(tmp_path: Path, path: str) -> None:
+    config: dict[str, Any] = CONFIG
+    for key in reversed(path.split(".")):
+        config = {key: config}
+    info = inspect_target(make_target(tmp_path, config))
+    assert (info.nested_under, info.num_layers) == (path, 4)
+
+
+@pytest.mark.parametrize("declared", [None, True, False])
+def test_gemmas_embeddings_are_tied_unless_its_configuration_says_otherwise(
+    tmp_path: Path, declared: bool | None
+) -> None:
+    config = CONFIG | {"model_type": "gemma3_text"}
+    if declared is not None:
+        config["tie_word_embeddings"] = declared
+    assert inspect_target(make_target(tmp_path, config)).tied_embeddings is (declared is not False)
+
+
+def test_an_unknown_layout_lists_what_was_found(tmp_path: Path) -> None:
+    shapes = {
+        "transformer.wte.weight": [16, 8],
+        "transformer.h.0.attn.weight": [8, 8],
+        "transformer.ln_f.weight": [8],
+    }
+    with pytest.raises(TargetError) as caught:
+        inspect_target(make_target(tmp_path, shapes=shapes))
+    for name in shapes:
+        assert name in str(caught.value)
+    assert "expected one of model.embed_tokens.weight, embed_tokens.weight" in str(caught.value)
+    with pytest.raises(TargetError, match=r"has no num_hidden_layers; found keys architectures, n_layer"):
+        inspect_target(make_target(tmp_path, {"architectures": ["GPT2LMHeadModel"], "n_layer": 4}))
+
+
+def test_rows_of_the_embedding_that_no_token_has_are_counted(tmp_path: Path) -> None:
+    folder = make_target(tmp_path)
+    assert inspect_target(folder).padded_rows is None
+    tokenizer = {"model": {"vocab": {"a": 0, "b": 9}}, "added_tokens": [{"id": 11}]}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    info = inspect_target(folder)
+    assert (info.vocab_size, info.tokenizer_entries, info.padded_rows) == (16, 12, 4)
+
+
 def test_tensors_are_found_through_an_index(tmp_path: Path) -> None:
     make_target(tmp_path)
     (tmp_path / "model.safetensors").unlink()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from eagle3_core.capture.reference import ReferenceModel
 from eagle3_core.errors import TargetError
-from eagle3_core.target.info import inspect_target
+from eagle3_core.target.files import FolderFiles
+from eagle3_core.target.info import describe_target, inspect_target
 from eagle3_core.target.weights import FinalHead, read_embedding, read_lm_head
 from tests.tiny import make_tiny_target
 
@@ -40,6 +42,26 @@ def test_a_norm_that_is_not_known_is_refused_instead_of_computed_wrongly(tmp_pat
     for model_type in ("gemma3_text", "cohere2", "granite", "qwen3_next"):
         with pytest.raises(TargetError, match=f"{model_type}.*not known"):
             FinalHead(info.model_copy(update={"model_type": model_type}))
+
+
+def test_norm_and_head_are_read_without_the_other_files(tmp_path: Path) -> None:
+    path = make_tiny_target(tmp_path, num_layers=3)
+    expected = FinalHead(inspect_target(path)).final_logits(torch.ones(2, 128))
+    tensors = load_file(path / "model.safetensors")
+    (path / "model.safetensors").unlink()
+    file_of = {
+        name: "layers.safetensors" if ".layers." in name else f"{name}.safetensors" for name in tensors
+    }
+    for file in set(file_of.values()):
+        save_file({name: tensors[name] for name in tensors if file_of[name] == file}, path / file)
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": file_of}))
+    (path / "layers.safetensors").unlink()
+    (path / "model.embed_tokens.weight.safetensors").unlink()
+    info = describe_target(FolderFiles(path))
+    assert info.missing_files == ("layers.safetensors", "model.embed_tokens.weight.safetensors")
+    assert torch.equal(FinalHead(info).final_logits(torch.ones(2, 128)), expected)
+    with pytest.raises(TargetError, match=r"model\.embed_tokens\.weight .*its file is not here"):
+        read_embedding(info)
 
 
 def test_a_quantised_head_is_refused(tmp_path: Path) -> None:
