@@ -134,6 +134,11 @@ class CaptureConfig(Section):
         description="Store the last layer's state only for rows that a loss term reads, or for all.",
     )
     max_batched_tokens: int = Field(default=2048, ge=64, description="Prefill tokens of one engine step.")
+    probe: bool = Field(
+        default=True,
+        description="Preflight captures a miniature of the target first and compares every layer with "
+        "transformers, once for each engine version and architecture (half a minute).",
+    )
     replicas: int | None = Field(
         default=None,
         ge=1,
