@@ -62,6 +62,10 @@ class CaptureError(Eagle3Error):
     """Hidden states could not be captured as asked."""
 
 
+class ProbeError(Eagle3Error):
+    """The engine does not capture the target's architecture as it should, or it could not be found out."""
+
+
 class VerificationError(Eagle3Error):
     """Stored states are not what they claim to be."""
 

@@ -32,14 +32,15 @@ from eagle3_core.host.process import run_step
 from eagle3_core.host.run_folder import RunFolder
 from eagle3_core.leftovers import remove_leftovers
 from eagle3_core.planning import STAGE_INPUTS, RunPlan, plan_run
-from eagle3_core.preflight import run_checks
+from eagle3_core.preflight import Check, run_checks
+from eagle3_core.probing import CHECK_NAME, check_probe
 from eagle3_core.report.write import write_report
 from eagle3_core.serving.acceptance import check_acceptance
 from eagle3_core.store.local import LocalStore
 from eagle3_core.target.locate import fetch_spec, is_builtin, target_folder
 
 NOT_RETRIED = {
-    "BenchmarkError", "ConfigError", "DataError", "ExportError", "HostError", "TargetError",
+    "BenchmarkError", "ConfigError", "DataError", "ExportError", "HostError", "ProbeError", "TargetError",
     "VerificationError",
 }  # fmt: skip
 """Errors that a second attempt would only repeat."""
@@ -157,7 +158,7 @@ def _log_name(run: _Run, stage: Stage) -> str | None:
 
 
 def _preflight(run: _Run) -> StageOutcome:
-    """Check the host, fetch a missing built-in target, check that too."""
+    """Check the host, fetch a missing built-in target, check that too, then ask the probe."""
     config = run.config
     checks, error = run_checks(config)
     if error is None and is_builtin(config.target.model) and not target_folder(config).is_dir():
@@ -165,7 +166,12 @@ def _preflight(run: _Run) -> StageOutcome:
         checks, error = run_checks(config)
     if error is not None:
         raise error
-    details = {"checks": [check.model_dump() for check in checks]}
+    stages = [record.stage for record in run.folder.record().stages]
+    probed = check_probe(config, stages, run.folder.path / "probe", lambda spec: run.step("probe", spec))
+    checks.append(Check(name=CHECK_NAME, ok=True, found=probed.found))
+    details: dict[str, Any] = {"checks": [check.model_dump() for check in checks]}
+    if probed.result is not None:
+        details["probe"] = probed.result.model_dump(mode="json")
     return StageOutcome(stage="preflight", message=f"{len(checks)} checks passed", details=details)
 
 

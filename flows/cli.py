@@ -6,13 +6,14 @@ Commands that need no Prefect do not import it, so they answer at once.
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from typer.exceptions import TyperException
 
 from eagle3_core.config import STAGES, RunConfig, load_profile, parse_stages
-from eagle3_core.errors import EXIT_BUG, EXIT_OK, EXIT_USER_ERROR, Eagle3Error
+from eagle3_core.errors import EXIT_BUG, EXIT_OK, EXIT_USER_ERROR, ConfigError, Eagle3Error
 
 DEFAULT_PROFILE = "smollm2-135m-demo"
 
@@ -129,6 +130,43 @@ def doctor(
     from flows.inspect_views import show_checks
 
     raise typer.Exit(show_checks(_load(profile, None, overrides), as_json))
+
+
+@app.command()
+def probe(
+    profile: ProfileArgument = DEFAULT_PROFILE,
+    engine: Annotated[
+        str | None, typer.Option("--engine", help="vllm, sglang or reference; default the profile's.")
+    ] = None,
+    target: Annotated[
+        str | None,
+        typer.Option("--target", help="Another target than the profile's, or a known architecture."),
+    ] = None,
+    device: Annotated[str | None, typer.Option("--device", help="cpu or cuda.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="Every known architecture.")] = False,
+    record: Annotated[
+        Path | None, typer.Option("--record", help="With --all: write the results here as JSON.")
+    ] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Ask again even if the answer is known.")] = False,
+    overrides: SetOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Find out whether the engine captures the right layers and requests, with a miniature of the target.
+
+    A run's preflight does this by itself. Exit code 2 if the answer is no.
+    """
+    from flows.probe_view import probe_known, probe_target
+
+    wanted = [f"capture.engine={engine}"] if engine else []
+    wanted += [f"engine.device={device}"] if device else []
+    config = load_profile(profile, [*wanted, *(overrides or [])])
+    if every:
+        if target or fresh:
+            raise ConfigError("--all takes neither --target nor --fresh: it asks every architecture again")
+        raise typer.Exit(probe_known(config, record, as_json))
+    if record:
+        raise ConfigError("--record goes with --all")
+    raise typer.Exit(probe_target(config, target, fresh, as_json))
 
 
 @app.command()

@@ -20,7 +20,11 @@ from eagle3_core.contracts import (
     EpochMetrics,
     ExportResult,
     ExtractResult,
+    LayerCheck,
     PrepareResult,
+    ProbeOutcome,
+    ProbeResult,
+    ProbeSpec,
     StepSpec,
     TrainResult,
     VerifyResult,
@@ -44,8 +48,10 @@ FIGURES = AcceptanceFigures(
 )
 
 
-def run(spec: StepSpec, progress: Progress) -> Any:
-    """Do what the spec's outputs ask for."""
+def run(spec: StepSpec | ProbeSpec, progress: Progress) -> Any:
+    """Do what the spec's outputs ask for; the probe's has none."""
+    if isinstance(spec, ProbeSpec):
+        return _probe(spec)
     name = list(spec.outputs)[-1]
     step = {"vocabulary": "prepare", "capture": "extract", "verification": "verify", "checkpoint": "train"}
     step_name = step.get(name, name)
@@ -226,6 +232,34 @@ def _benchmark(spec: StepSpec, progress: Progress) -> BenchmarkResult:
         speed_ratio=0.8,
     )
     return _complete(spec, "benchmark", result)
+
+
+def _probe(spec: ProbeSpec) -> ProbeResult:
+    """The answer that the fault `probe` names, by default the right one; each question leaves a file."""
+    misbehave("probe_process")
+    asked = spec.config.workspace_path / "asked"
+    asked.mkdir(parents=True, exist_ok=True)
+    (asked / str(time.time_ns())).touch()
+    fault = json.loads(os.environ.get(FAULT, "{}"))
+    outcome: ProbeOutcome = fault["kind"] if fault.get("step") == "probe" else "ok"
+    layers = [
+        LayerCheck(capture_id=k, nearest_id=k, median_error=1e-6, p99_error=2e-6, nearest_wrong_median=0.4)
+        for k in range(1, 9)
+    ]
+    return ProbeResult(
+        outcome=outcome,
+        reason="" if outcome == "ok" else "capture id 4 holds the state of 5",
+        engine=spec.config.capture.engine,
+        packages={},
+        device="cpu",
+        dtype="float32",
+        tensor_parallel_size=1,
+        architecture=spec.target_config["architectures"][0],
+        layers=layers,
+        num_requests=30,
+        seconds=0.1,
+        made_at="2026-01-01T00:00:00+00:00",
+    )
 
 
 MAKERS: dict[str, Callable[[StepSpec, Progress], Any]] = {
