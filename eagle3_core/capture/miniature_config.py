@@ -18,6 +18,7 @@ from eagle3_core.target.info import NESTED_CONFIGS, text_config
 NUM_LAYERS = 8
 """The fewest for which the default auxiliary ids differ from each other and from both ends."""
 HIDDEN_SIZE = 256
+WIDTH_UNIT = 64
 NUM_HEADS = 8
 NUM_LATENT_HEADS = 16
 VOCAB_SIZE = 512
@@ -152,7 +153,9 @@ def _attention(text: dict[str, Any], tensor_parallel_size: int) -> dict[str, Any
     size = text.get("head_dim") or text["hidden_size"] // heads
     small = {"num_attention_heads": key_heads * group, "num_key_value_heads": key_heads}
     if "head_dim" in text or text.get("model_type") in ADDED_WITHOUT_HEAD_DIM:
-        return small | {"head_dim": size, "hidden_size": HIDDEN_SIZE}
+        # transformers wants a multiple of the heads even where their size is given.
+        unit = math.lcm(key_heads * group, WIDTH_UNIT)
+        return small | {"head_dim": size, "hidden_size": -(-HIDDEN_SIZE // unit) * unit}
     return small | {"hidden_size": key_heads * group * size}
 
 
