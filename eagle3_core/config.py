@@ -28,6 +28,8 @@ Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 CAPTURE_MARGIN_TOKENS = 4
 """vLLM captures nothing for a batch with a sequence that comes within two tokens of its longest one."""
+SGLANG_MARGIN_TOKENS = 8
+"""SGLang refuses a prompt that comes within six tokens of its context length."""
 MAX_SHOWN_INPUT = 100
 
 PROJECT_ROOT = Path(__file__).resolve().parent.parent
@@ -123,8 +125,15 @@ class DraftConfig(Section):
 class CaptureConfig(Section):
     """Which states are stored and how."""
 
-    engine: Literal["vllm", "reference"] = Field(
-        default="vllm", description="`reference` is a plain transformers forward: slow, for checks."
+    engine: Literal["vllm", "sglang", "reference"] = Field(
+        default="vllm",
+        description="`sglang` needs an environment of its own (`capture.python`); `reference` is a plain "
+        "transformers forward: slow, for checks.",
+    )
+    python: str | None = Field(
+        default=None,
+        description="Interpreter of the environment of the capture engine; None is `engine.python`. For "
+        "SGLang on the CPU `make setup-sglang` makes `.envs/engine-sglang-cpu/bin/python`.",
     )
     shard_bytes: ByteSize = Field(
         default=ByteSize(1 << 30), ge=4096, description="Target size of a shard, e.g. `1GiB`."
@@ -134,6 +143,11 @@ class CaptureConfig(Section):
         description="Store the last layer's state only for rows that a loss term reads, or for all.",
     )
     max_batched_tokens: int = Field(default=2048, ge=64, description="Prefill tokens of one engine step.")
+    reference_batching: Literal["single", "padded", "packed"] = Field(
+        default="single",
+        description="How the engine `reference` runs samples: one at a time, or several in a forward of at "
+        "most `max_batched_tokens`, padded to the longest or packed into one row. The results are the same.",
+    )
     probe: bool = Field(
         default=True,
         description="Preflight captures a miniature of the target first and compares every layer with "
@@ -154,6 +168,20 @@ class CaptureConfig(Section):
     )
     stall_timeout_minutes: float = Field(
         default=20.0, gt=0, description="A loaded engine that returns no tokens for this time is restarted."
+    )
+    sglang_port: int | None = Field(
+        default=None,
+        ge=1,
+        le=65535,
+        description="Run SGLang as an HTTP server on this local port (one replica); None runs no server.",
+    )
+    sglang_hooks: Literal["auto", "layers", "model"] = Field(
+        default="auto",
+        description="Read states from the outputs of decoder layers, or let SGLang's model capture them "
+        "itself; `auto` chooses by architecture.",
+    )
+    sglang_attention_backend: str | None = Field(
+        default=None, description="SGLang's attention backend, e.g. `triton`; None lets SGLang choose."
     )
 
 
