@@ -56,6 +56,8 @@ def run(spec: StepSpec, progress: Progress) -> ExtractResult:
     check_plan(plan, samples, layout, info)
     shards = plan_shards(samples, layout, int(config.capture.shard_bytes))
     staging = Staging(store, plan.ref)
+    for name in staging.remove_dead_sessions():
+        logger.info("removed what the ended session %s had not finished", name)
     with contextlib.ExitStack() as stack:
         claims = ShardClaims(staging.claims)
         stack.callback(claims.close)

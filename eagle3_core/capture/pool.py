@@ -169,7 +169,7 @@ class EnginePool:
             name = f"{socket.gethostname()}-{os.getpid()}-{self._sessions}"
             return self._job.model_copy(
                 update={
-                    "folder": str(self._staging.session(name)),
+                    "folder": str(self._staging.open_session(name)),
                     "shards": tuple(self._queue.missing()),
                     "left_out": tuple(self._staging.quarantined()),
                     "alone": self._queue.suspects(),

@@ -25,6 +25,7 @@ from eagle3_core.store.files import write_atomic
 
 logger = logging.getLogger(__name__)
 
+SESSION_MODULE = "eagle3_core.capture.session"
 SPEC_NAME = "session.json"
 TAIL_LINES = 20
 LOAD_REPORT_SECONDS = 15.0
@@ -84,7 +85,7 @@ class Replica:
         write_atomic(folder / SPEC_NAME, spec.model_dump_json())
         token = uuid.uuid4().hex
         process = subprocess.Popen(
-            [sys.executable, "-m", "eagle3_core.capture.session", str(folder / SPEC_NAME)],
+            [sys.executable, "-m", SESSION_MODULE, str(folder / SPEC_NAME)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -27,9 +27,12 @@ from pydantic import ValidationError
 from eagle3_core.artifacts import ArtifactRef, FileEntry
 from eagle3_core.capture.claims import ShardClaims
 from eagle3_core.capture.job import CaptureJob
+from eagle3_core.host.process_tree import ProcessId
 from eagle3_core.store.files import sync_folder, write_atomic
 from eagle3_core.store.local import LocalStore
 from eagle3_core.store.shards import PlannedShard
+
+OWNER_NAME = "owner"
 
 
 class Staging:
@@ -44,9 +47,29 @@ class Staging:
         """Folder of the claims."""
         return self.path / "claims"
 
-    def session(self, name: str) -> Path:
-        """Folder of an engine session."""
-        return self.path / "sessions" / name
+    def open_session(self, name: str) -> Path:
+        """Make the folder of an engine session of this process."""
+        folder = self.path / "sessions" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / OWNER_NAME).write_text(str(ProcessId.current()))
+        return folder
+
+    def remove_dead_sessions(self) -> list[str]:
+        """Remove the folders of sessions whose step is gone, and return their names.
+
+        What they had not published is lost with them. A session of another host is left alone: its own
+        host removes it, at the latest with the finished capture.
+        """
+        removed = []
+        for folder in sorted((self.path / "sessions").glob("*")):
+            try:
+                owner = ProcessId.parse((folder / OWNER_NAME).read_text())
+            except OSError:
+                continue
+            if owner is not None and owner.is_gone():
+                shutil.rmtree(folder, ignore_errors=True)
+                removed.append(folder.name)
+        return removed
 
     def entry(self, shard: PlannedShard) -> FileEntry | None:
         """The manifest entry of a published shard, or None."""

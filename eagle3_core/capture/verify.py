@@ -13,8 +13,9 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -65,7 +66,12 @@ def run(spec: StepSpec, progress: Progress) -> VerifyResult:
     samples = read_dataset(store.folder(dataset))
     shards = plan_shards(samples, layout, int(config.capture.shard_bytes))
     check_file_names([entry.path for entry in manifest.files], shards)
-    checker = CaptureChecker(config, info, samples, layout, len(shards))
+    left_out = {
+        key: (entry.path, f"quarantined: {reason}")
+        for entry in manifest.files
+        for key, reason in entry.facts.get("quarantined", {}).items()
+    }
+    checker = CaptureChecker(config, info, samples, layout, len(shards), left_out)
     for shard in shards:
         checker.read(store.folder(capture), shard)
         progress(shard.index + 1, len(shards), "shards", f"{len(checker.bad)} bad samples", force=True)
@@ -91,6 +97,7 @@ class CaptureChecker:
         samples: all samples of the dataset, in order.
         layout: what the capture is meant to store.
         num_shards: shards of the whole capture.
+        left_out: shard and reason of each sample that the capture has quarantined, by key.
     """
 
     def __init__(
@@ -100,7 +107,9 @@ class CaptureChecker:
         samples: Sequence[Sample],
         layout: ShardLayout,
         num_shards: int,
+        left_out: Mapping[str, tuple[str, str]] = MappingProxyType({}),
     ) -> None:
+        self._left_out = left_out
         self._config, self._info, self._samples, self._layout = config, info, samples, layout
         self._head = FinalHead(info, config.engine.device)
         self._greedy = config.data.generation.temperature == 0
@@ -123,7 +132,8 @@ class CaptureChecker:
         except StoreError as error:
             self.damaged.append(str(error))
             return
-        expected = self._samples[shard.start : shard.end]
+        planned = self._samples[shard.start : shard.end]
+        expected = [sample for sample in planned if sample.key not in self._left_out]
         problem = shard_problem(reader, expected, self._layout)
         if problem:
             self.damaged.append(f"{reader.path}: {problem}")
@@ -152,14 +162,21 @@ class CaptureChecker:
         layers = [_layer_check(pooled(found)) for found in distances if found]
         return VerifyResult(
             num_shards=num_shards,
-            num_samples=len(self._samples),
+            num_samples=len(self._samples) - len(self._left_out),
             num_rows_checked=self.next_tokens.rows,
             num_exact=self.next_tokens.exact,
             num_ties=self.next_tokens.ties,
             agreement=self.next_tokens.agreement,
             layers=layers,
-            bad_samples=self.bad,
+            bad_samples=[*self.bad, *self._quarantined()],
         )
+
+    def _quarantined(self) -> list[BadSample]:
+        """Samples that the capture has left out; its own limit has judged their number."""
+        return [
+            BadSample(key=key, shard=shard, problem=problem)
+            for key, (shard, problem) in self._left_out.items()
+        ]
 
     def _check_meaning(self, good: Sequence[CapturedSample], num_for_layers: int) -> None:
         """Next tokens of some samples of a shard, evenly spread; keeps the longest answers for the layers."""

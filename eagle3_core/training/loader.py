@@ -73,7 +73,7 @@ def index_samples(
         samples: the dataset.
         folder: the capture's folder.
         shards: its shard files.
-        bad: key and problem of samples that verification found bad.
+        bad: key and problem of samples that verification found bad, quarantined ones included.
 
     Raises:
         TrainingError: a sample of the dataset is in no shard, or a split has no sample left.
@@ -83,15 +83,15 @@ def index_samples(
     }
     index = SampleIndex({"train": [], "heldout": []})
     for sample in samples:
+        reason = bad.get(sample.key) or _without_loss(sample)
+        if reason:
+            index.skipped.append(Rejection(key=sample.key, reason=reason))
+            continue
         if sample.key not in places:
             raise TrainingError(
                 f"sample {sample.key} of the dataset is in none of the {len(shards)} shards in {folder}",
                 remedy="run the extract stage again",
             )
-        reason = bad.get(sample.key) or _without_loss(sample)
-        if reason:
-            index.skipped.append(Rejection(key=sample.key, reason=reason))
-            continue
         answer = int(sample.loss_mask[sample.prompt_length :].sum())
         stored = StoredSample(sample.key, *places[sample.key], len(sample), sample.prompt_length, answer)
         index.splits[sample.split].append(stored)

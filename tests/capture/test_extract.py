@@ -13,7 +13,7 @@ from eagle3_core.contracts import StepSpec
 from eagle3_core.errors import CaptureError, TargetError
 from eagle3_core.step import Progress
 from eagle3_core.store.local import LocalStore
-from eagle3_core.store.shards import ShardReader
+from eagle3_core.store.shards import PlannedShard, ShardReader
 from tests.capture.runs import capture_folder, capture_spec, make_samples
 from tests.tiny import make_tiny_target
 
@@ -38,7 +38,7 @@ def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise AssertionError("an engine was started")
 
-    monkeypatch.setattr("eagle3_core.capture.reference.ReferenceModel", refuse)
+    monkeypatch.setattr("eagle3_core.capture.pool.EnginePool.start", refuse)
 
 
 def test_each_stored_state_is_the_one_that_the_convention_names(tmp_path: Path, target: Path) -> None:
@@ -64,7 +64,7 @@ def test_each_stored_state_is_the_one_that_the_convention_names(tmp_path: Path, 
         assert (logits - output.logits[0]).abs().max() < 1e-4
 
 
-def test_the_manifest_is_complete_and_the_session_folder_gone(tmp_path: Path, target: Path) -> None:
+def test_the_manifest_is_complete_and_the_staging_folder_gone(tmp_path: Path, target: Path) -> None:
     spec = capture_spec(tmp_path, target, SAMPLES, capture=ONE_SHARD_EACH)
     result = extract.run(spec, PROGRESS)
     manifest = LocalStore(spec.config.store_path).read(spec.outputs["capture"].ref)
@@ -75,19 +75,20 @@ def test_the_manifest_is_complete_and_the_session_folder_gone(tmp_path: Path, ta
     assert {p.name for p in capture_folder(spec).iterdir()} == {
         ".lock", "manifest.json", *(entry.path for entry in manifest.files)
     }  # fmt: skip
+    assert not list((spec.config.store_path / "staging").iterdir())
 
 
 def interrupt(spec: StepSpec, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
-    """Run until `after` samples are captured, then fail."""
-    original = extract._Session.on_tokens
+    """Run until `after` shards are recorded, then be interrupted."""
+    original = extract._Count.shard_done
 
-    def failing(self: extract._Session, count: int) -> None:
-        original(self, count)
-        if count and self.num_new_shards >= after:
+    def failing(self: extract._Count, shard: PlannedShard) -> None:
+        original(self, shard)
+        if self.num_new_shards >= after:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(extract._Session, "on_tokens", failing)
+        patch.setattr(extract._Count, "shard_done", failing)
         with pytest.raises(KeyboardInterrupt):
             extract.run(spec, PROGRESS)
 

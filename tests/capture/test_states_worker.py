@@ -70,14 +70,13 @@ def job(tmp_path: Path) -> CaptureJob:
     (tmp_path / "dataset").mkdir()
     write_dataset(tmp_path / "dataset" / DATASET_FILE, SAMPLES)
     shards = tuple(plan_shards(SAMPLES, LAYOUT, 1 << 20))
-    job = CaptureJob(
+    return CaptureJob(
         engine="e-1",
         dataset_folder=str(tmp_path / "dataset"),
         folder=str(tmp_path),
         layout=LAYOUT,
         shards=shards,
     )
-    return job
 
 
 def cache() -> torch.Tensor:

@@ -1,0 +1,193 @@
+"""Engines that die, hang or kill themselves on a sample, and several engines on one queue; all for real."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from eagle3_core.artifacts import FileEntry
+from eagle3_core.capture import extract, verify
+from eagle3_core.config import PROJECT_ROOT
+from eagle3_core.contracts import ExtractResult, StepOutcome, StepSpec
+from eagle3_core.errors import CaptureError
+from eagle3_core.host.engine_environment import engine_environment
+from eagle3_core.step import Progress
+from eagle3_core.store.local import LocalStore
+from eagle3_core.store.shards import ShardReader
+from tests.capture.runs import capture_folder, capture_spec, make_samples, verify_spec
+from tests.tiny import make_tiny_target
+
+pytestmark = pytest.mark.engine
+
+SAMPLES = make_samples([20, 31, 16, 40, 25, 18, 33, 22, 27, 30])
+TWO_EACH = {"engine": "reference", "shard_bytes": 120_000}
+"""Five shards of two samples."""
+PROGRESS = Progress("extract")
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(autouse=True)
+def faulty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eagle3_core.capture.replica.SESSION_MODULE", "tests.capture.faulty_session")
+
+
+def spec_of(root: Path, target: Path, **capture: object) -> StepSpec:
+    return capture_spec(root, target, SAMPLES, capture=TWO_EACH | capture)
+
+
+def entries(spec: StepSpec) -> tuple[FileEntry, ...]:
+    return LocalStore(spec.config.store_path).read(spec.outputs["capture"].ref).files
+
+
+def stored_keys(spec: StepSpec) -> list[list[str]]:
+    return [ShardReader(path).keys for path in sorted(capture_folder(spec).glob("*.safetensors"))]
+
+
+def test_an_engine_killed_in_the_third_shard_of_five_is_replaced_and_four_shards_are_made_once(
+    tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "once").write_text("sample-005")
+    monkeypatch.setenv("FAULT_ONCE", str(tmp_path / "once"))
+    spec = spec_of(tmp_path, target)
+    result = extract.run(spec, PROGRESS)
+    assert (result.num_shards, result.num_new_shards, result.num_restarts) == (5, 5, 1)
+    assert (result.num_samples, result.quarantined) == (10, [])
+    assert result.captured_tokens == sum(map(len, SAMPLES))
+    assert [entry.facts["attempts"] for entry in entries(spec)] == [1, 1, 2, 1, 1]
+    assert stored_keys(spec) == [[s.key for s in SAMPLES[i : i + 2]] for i in range(0, 10, 2)]
+    assert not (Path(spec.config.store_path) / "staging" / spec.outputs["capture"].ref.id).exists()
+
+
+def test_samples_that_kill_the_engine_twice_are_named_and_left_out_and_the_others_are_all_there(
+    tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAULT_KILLS", "sample-006,sample-007")
+    data = {"generation": {"temperature": 1.0}}
+    spec = capture_spec(tmp_path, target, SAMPLES, capture=TWO_EACH, data=data)
+    result = extract.run(spec, PROGRESS)
+    assert [one.key for one in result.quarantined] == ["sample-006", "sample-007"]
+    assert "killed by SIGKILL" in result.quarantined[0].reason
+    assert (result.num_samples, result.num_restarts) == (8, 4)
+    kept = [s.key for s in SAMPLES if s.key not in ("sample-006", "sample-007")]
+    assert stored_keys(spec) == [kept[0:2], kept[2:4], kept[4:6], [], kept[6:8]]
+    again = extract.run(spec, PROGRESS)
+    assert (again.num_new_shards, again.quarantined) == (0, result.quarantined)
+    verified = verify.run(verify_spec(spec), Progress("verify"))
+    assert verified.num_samples == 8
+    assert [bad.key for bad in verified.bad_samples] == ["sample-006", "sample-007"]
+    assert verified.bad_samples[0].problem.startswith("quarantined: killed")
+
+
+def test_more_quarantined_samples_than_the_limit_end_the_stage(
+    tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAULT_KILLS", "sample-003")
+    with pytest.raises(CaptureError, match=r"1 samples are quarantined .*max_quarantined_samples"):
+        extract.run(spec_of(tmp_path, target, max_quarantined_samples=0), PROGRESS)
+
+
+def test_an_engine_that_never_loads_ends_the_stage_with_the_last_reason(
+    tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAULT_LOAD", "dies")
+    monkeypatch.setattr("eagle3_core.capture.pool.MAX_FRUITLESS_DEATHS", 2)
+    with pytest.raises(CaptureError, match=r"died 2 times in a row .*SIGSEGV"):
+        extract.run(spec_of(tmp_path, target), PROGRESS)
+
+
+def test_a_load_that_hangs_is_ended_after_its_time(
+    tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAULT_LOAD", "hangs")
+    monkeypatch.setattr("eagle3_core.capture.pool.MAX_FRUITLESS_DEATHS", 1)
+    with pytest.raises(CaptureError, match=r"did not load in 0\.1 minutes"):
+        extract.run(spec_of(tmp_path, target, load_timeout_minutes=0.1), PROGRESS)
+    assert not _sessions()
+
+
+def test_an_engine_that_hangs_is_replaced(
+    tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "hang").write_text("sample-004")
+    monkeypatch.setenv("FAULT_STALLS", str(tmp_path / "hang"))
+    result = extract.run(spec_of(tmp_path, target, stall_timeout_minutes=0.05), PROGRESS)
+    assert (result.num_restarts, result.num_samples) == (1, 10)
+
+
+def test_two_engines_share_one_queue_and_each_shard_is_made_once(
+    tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAULT_SECONDS", "0.5")
+    spec = spec_of(tmp_path, target, replicas=2)
+    result = extract.run(spec, PROGRESS)
+    assert (result.num_new_shards, result.captured_tokens) == (5, sum(map(len, SAMPLES)))
+    assert [entry.facts["attempts"] for entry in entries(spec)] == [1] * 5
+
+
+def start_step(spec: StepSpec, root: Path, name: str) -> subprocess.Popen[bytes]:
+    (root / f"{name}.json").write_text(spec.model_dump_json())
+    code = (
+        "import sys; from eagle3_core import step; from eagle3_core.capture import replica; "
+        "replica.SESSION_MODULE = 'tests.capture.faulty_session'; sys.exit(step.main(sys.argv[1:]))"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-c", code, "extract", str(root / f"{name}.json"), str(root / f"{name}.result")],
+        cwd=PROJECT_ROOT,
+        env=engine_environment(spec.config.engine) | {"FAULT_SECONDS": "0.4"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+    )
+
+
+def outcome(root: Path, name: str) -> ExtractResult:
+    found = StepOutcome.model_validate_json((root / f"{name}.result").read_text())
+    assert found.status == "ok", found
+    return ExtractResult.model_validate(found.result)
+
+
+def test_two_runs_on_one_store_make_each_shard_once_and_both_get_the_result(
+    tmp_path: Path, target: Path
+) -> None:
+    spec = spec_of(tmp_path, target)
+    both = [start_step(spec, tmp_path, name) for name in ("first", "second")]
+    assert [process.wait(120) for process in both] == [0, 0]
+    assert outcome(tmp_path, "first") == outcome(tmp_path, "second")
+    assert [entry.facts["attempts"] for entry in entries(spec)] == [1] * 5
+
+
+def test_the_other_run_finishes_when_the_leading_one_is_killed(tmp_path: Path, target: Path) -> None:
+    spec = spec_of(tmp_path, target)
+    first = start_step(spec, tmp_path, "first")
+    staging = Path(spec.config.store_path) / "staging" / spec.outputs["capture"].ref.id
+    _wait_for(lambda: any((staging / "entries").glob("*.json")))
+    second = start_step(spec, tmp_path, "second")
+    _wait_for(lambda: len(_sessions()) == 2)
+    first.kill()
+    first.wait()
+    assert second.wait(120) == 0
+    assert outcome(tmp_path, "second").num_samples == 10
+    assert not _sessions()
+
+
+def _wait_for(condition, seconds: float = 60.0) -> None:  # type: ignore[no-untyped-def]
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def _sessions() -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        if any("faulty_session" in part for part in process.info["cmdline"] or []):
+            found.append(process)
+    return found
