@@ -5,6 +5,7 @@ UV_VERSION = 0.13.9
 # A test run that hangs is ended after this many seconds.
 ORCHESTRATOR_TESTS_SECONDS ?= 1500
 ENGINE_TESTS_SECONDS ?= 1200
+SGLANG_TESTS_SECONDS ?= 600
 TESTS ?= not gpu
 PYTEST_OPTIONS ?=
 
@@ -14,7 +15,7 @@ ENGINE := .envs/engine-cpu
 PRELOAD = LD_PRELOAD=$(wildcard $(CURDIR)/$(ENGINE)/lib/libiomp5.so)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-orchestrator test-engine lint docs lock clean
+.PHONY: help setup setup-sglang demo test test-orchestrator test-engine test-sglang lint docs lock clean
 
 help:  ## List what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -22,6 +23,9 @@ help:  ## List what can be made
 setup:  ## Create both environments from their lock files, if they are missing
 	@command -v $(PYTHON) > /dev/null || { echo "setup failed: there is no $(PYTHON); install Python 3.11 to 3.13" >&2; exit 2; }
 	@$(PYTHON) deployments/bootstrap.py
+
+setup-sglang:  ## Create the environment for capture with SGLang on the CPU
+	@$(PYTHON) deployments/bootstrap.py --sglang
 
 demo: setup  ## Train a draft for SmolLM2-135M and measure it in vLLM
 	@$(BIN)/eagle3 run $(PROFILE)
@@ -38,6 +42,10 @@ test-orchestrator:  # the environment without torch
 test-engine:  # the environment without Prefect
 	timeout --kill-after=20 $(ENGINE_TESTS_SECONDS) env $(PRELOAD) \
 		$(ENGINE)/bin/python -m pytest -m "$(TESTS)" $(PYTEST_OPTIONS)
+
+test-sglang: setup-sglang  ## Run the tests of capture with SGLang, in its environment
+	timeout --kill-after=20 $(SGLANG_TESTS_SECONDS) \
+		.envs/engine-sglang-cpu/bin/python -m pytest -m "sglang and not gpu" $(PYTEST_OPTIONS)
 
 lint: setup  ## Check style and types
 	$(BIN)/ruff check .

@@ -81,16 +81,24 @@ def environments(folder: Path) -> "list[Environment]":
     ]
 
 
+def sglang_environments(folder: Path) -> "list[Environment]":
+    """The environment for capture with SGLang on the CPU; only those who want it make it."""
+    locks = ["engine-torch.txt", "engine-sglang-cpu.txt"]
+    return [Environment(folder, "engine-sglang-cpu", locks, 3 * GIB, has_project=False)]
+
+
 def main() -> int:
     """Make what is missing; returns 0 only when every environment is complete."""
     parser = argparse.ArgumentParser(description="Create the environments of this project.")
     parser.add_argument("--folder", type=Path, default=ROOT / ".envs", help="where they go (%(default)s)")
-    folder = parser.parse_args().folder.absolute()
+    parser.add_argument("--sglang", action="store_true", help="create the one for SGLang, and no other")
+    arguments = parser.parse_args()
+    folder, wanted = arguments.folder.absolute(), sglang_environments if arguments.sglang else environments
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         check_python(sys.version_info[:3])
         with exclusive(folder) as lock:
-            set_up(environments(folder), Runner(lock))
+            set_up(wanted(folder), Runner(lock))
     except (SetupError, OSError) as error:
         print(f"setup failed: {error}", file=sys.stderr)
         return 2

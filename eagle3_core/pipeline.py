@@ -27,6 +27,7 @@ from eagle3_core.contracts import (
 from eagle3_core.data.ledger import Ledger
 from eagle3_core.errors import EXIT_BUG, Eagle3Error, StepError, StoreError, VerificationError
 from eagle3_core.estimate import check_space, estimate_run
+from eagle3_core.host.engine_environment import capture_engine_config
 from eagle3_core.host.lines import without_secrets
 from eagle3_core.host.process import run_step
 from eagle3_core.host.run_folder import RunFolder
@@ -45,6 +46,8 @@ NOT_RETRIED = {
 }  # fmt: skip
 """Errors that a second attempt would only repeat."""
 MAX_LISTED = 8
+CAPTURE_STEPS: tuple[StepName, ...] = ("extract", "probe")
+"""Steps that run in the environment of the capture engine."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,7 @@ class _Run:
         return run_step(
             name,
             spec,
-            engine=self.config.engine,
+            engine=capture_engine_config(self.config) if name in CAPTURE_STEPS else self.config.engine,
             folder=self.folder.log_path(name).parent,
             on_line=self.callbacks.on_line,
             on_progress=self.callbacks.on_progress,

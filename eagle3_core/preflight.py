@@ -9,19 +9,20 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from eagle3_core.config import CAPTURE_MARGIN_TOKENS, RunConfig
+from eagle3_core.config import CAPTURE_MARGIN_TOKENS, SGLANG_MARGIN_TOKENS, RunConfig
 from eagle3_core.contracts import EngineInfoResult, EngineInfoSpec
 from eagle3_core.data.conversations import read_prompts
 from eagle3_core.errors import ConfigError, DataError, Eagle3Error, HostError, TargetError
 from eagle3_core.estimate import GIB
 from eagle3_core.host.engine_environment import openmp_library
-from eagle3_core.host.engine_info import engine_versions
+from eagle3_core.host.engine_info import capture_versions, engine_versions
 from eagle3_core.host.inspect import (
     check_loopback_port,
     check_writable,
     existing_parent,
     free_disk_bytes,
     inspect_host,
+    refuse_taken_port,
 )
 from eagle3_core.host.process import engine_interpreter, run_step
 from eagle3_core.identity import draft_vocab_size, prompt_files
@@ -80,6 +81,11 @@ def check_combinations(config: RunConfig) -> str:
             expected="a token for every sequence of an engine step",
             remedy="raise the first or lower the second",
         )
+    if config.capture.sglang_port is not None and (config.capture.replicas or 1) > 1:
+        raise ConfigError(
+            f"capture.sglang_port is set with {config.capture.replicas} replicas",
+            remedy="set capture.replicas to 1, or capture.sglang_port to null",
+        )
     for name, tokens in {
         "benchmark.max_tokens": config.benchmark.max_tokens,
         "data.generation.max_tokens": config.data.generation.max_tokens,
@@ -127,6 +133,15 @@ def _check_workspace(config: RunConfig) -> str:
 def _check_engine(config: RunConfig) -> str:
     versions = engine_versions(config.engine)
     return f"{versions.vllm}, torch {versions.packages['torch']}, Python {versions.python}"
+
+
+def _check_capture_engine(config: RunConfig) -> str:
+    """The environment and the port of the engine that captures."""
+    versions = engine_versions(config.engine) if config.capture.python is None else capture_versions(config)
+    port = config.capture.sglang_port
+    if config.capture.engine == "sglang" and port is not None:
+        refuse_taken_port(port)
+    return f"{versions.capture_engine(config)}, torch {versions.packages['torch']}, Python {versions.python}"
 
 
 def _check_openmp(config: RunConfig) -> str:
@@ -182,12 +197,12 @@ def _check_target(config: RunConfig) -> str:
 
 def _check_capture_room(config: RunConfig, positions: int | None) -> None:
     """Find out now, not after the answers were generated, that the longest sample cannot be captured."""
-    needed = config.data.max_length + CAPTURE_MARGIN_TOKENS
-    if config.capture.engine == "vllm" and positions is not None and needed > positions:
+    margin = {"vllm": CAPTURE_MARGIN_TOKENS, "sglang": SGLANG_MARGIN_TOKENS}.get(config.capture.engine, 0)
+    if margin and positions is not None and config.data.max_length + margin > positions:
         raise ConfigError(
             f"data.max_length is {config.data.max_length}, and the capture engine needs "
-            f"{CAPTURE_MARGIN_TOKENS} tokens more, but the target has {positions} positions",
-            remedy=f"set data.max_length to at most {positions - CAPTURE_MARGIN_TOKENS}",
+            f"{margin} tokens more, but the target has {positions} positions",
+            remedy=f"set data.max_length to at most {positions - margin}",
         )
 
 
@@ -228,6 +243,7 @@ CHECKS: dict[str, Callable[[RunConfig], str]] = {
     "target": _check_target,
     "prompts": _check_prompts,
     "engine environment": _check_engine,
+    "capture engine": _check_capture_engine,
     "openmp": _check_openmp,
     "devices": _check_devices,
     "processors": _check_processors,

@@ -4,29 +4,37 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 from pathlib import Path
 
 import pytest
 
 from eagle3_core.config import EngineConfig
-from eagle3_core.host.engine_environment import engine_environment
+from eagle3_core.host.engine_environment import SGLANG_CPU_PACKAGES, engine_environment
 
-REQUIREMENTS = {"pytest.mark.engine": "torch", "pytest.mark.orchestrator": "prefect"}
+REQUIREMENTS = {
+    "pytest.mark.engine": "torch", "pytest.mark.orchestrator": "prefect", "pytest.mark.sglang": "sglang"
+}  # fmt: skip
+HAS_SGLANG = importlib.util.find_spec("sglang") is not None
 
 if importlib.util.find_spec("torch"):
     # Engines read these when they are imported; a step's process gets the same.
-    os.environ |= engine_environment(
-        EngineConfig(
-            device="cuda" if os.environ.get("EAGLE3_TEST_DEVICE") == "cuda" else "cpu", kv_cache_gib=1
-        )
-    )
+    device = "cuda" if os.environ.get("EAGLE3_TEST_DEVICE") == "cuda" else "cpu"
+    engine = EngineConfig(device=device, kv_cache_gib=1)  # type: ignore[arg-type]
+    if HAS_SGLANG:
+        engine = engine.model_copy(update={"python": sys.executable})
+        if device == "cpu":
+            sys.path.append(str(SGLANG_CPU_PACKAGES))
+    os.environ |= engine_environment(engine)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Skip files marked for an environment other than this one."""
+    """Skip files marked for an environment other than this one; in that of SGLang, all but its own."""
     if collection_path.suffix != ".py" or not collection_path.name.startswith("test_"):
         return None
     text = collection_path.read_text()
+    if HAS_SGLANG and "pytest.mark.sglang" not in text:
+        return True
     missing = [
         mark for mark, module in REQUIREMENTS.items() if mark in text and not importlib.util.find_spec(module)
     ]

@@ -26,7 +26,7 @@ from eagle3_core.capture.sglang_plan import (
     num_checks,
     variant_of,
 )
-from eagle3_core.capture.sglang_transport import HttpServer, InProcess, Transport, refuse_taken_port
+from eagle3_core.capture.sglang_transport import HttpServer, InProcess, Transport
 from eagle3_core.config import RunConfig
 from eagle3_core.errors import CaptureError, Eagle3Error
 from eagle3_core.store.dataset import Sample
@@ -228,7 +228,6 @@ def _load(config: RunConfig, job: CaptureJob, arguments: dict[str, Any]) -> Tran
         if port is None:
             engine: Transport = InProcess(arguments)
         else:
-            refuse_taken_port(port)
             engine = HttpServer(arguments, port, config.capture.load_timeout_minutes * 60)
     except Exception as error:
         job.raise_failure()

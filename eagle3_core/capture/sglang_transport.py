@@ -13,7 +13,6 @@ import json
 import logging
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -29,10 +28,10 @@ from typing import Any
 from eagle3_core.capture.job import EngineEndedError
 from eagle3_core.config import PROJECT_ROOT
 from eagle3_core.errors import CaptureError
+from eagle3_core.host.inspect import LOOPBACK, refuse_taken_port
 
 logger = logging.getLogger(__name__)
 
-HOST = "127.0.0.1"
 POLL_SECONDS = 0.5
 REPORT_SECONDS = 15.0
 END_SECONDS = 10.0
@@ -111,16 +110,17 @@ class HttpServer(Transport):
         timeout_seconds: a server that is not ready by then is ended.
 
     Raises:
-        CaptureError: something listens there already, or the server did not come up.
+        HostError: something listens there already.
+        CaptureError: the server did not come up, or another one answers.
     """
 
     def __init__(self, arguments: dict[str, Any], port: int, timeout_seconds: float) -> None:
         refuse_taken_port(port)
-        self._url = f"http://{HOST}:{port}"
+        self._url = f"http://{LOOPBACK}:{port}"
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         command = [sys.executable, "-m", "sglang.launch_server"]
         self._process = subprocess.Popen(
-            [*command, *command_line(arguments | {"host": HOST, "port": port})],
+            [*command, *command_line(arguments | {"host": LOOPBACK, "port": port})],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -210,12 +210,10 @@ class HttpServer(Transport):
         return f"its last line: {self._tail[-1]}" if self._tail else "it said nothing"
 
     def _end(self) -> None:
-        """End the server's whole group, gently first."""
-        for number, seconds in ((signal.SIGTERM, END_SECONDS), (signal.SIGKILL, END_SECONDS)):
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, number)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(seconds)
+        """End the server's whole group; what was captured is on disk or not wanted."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
 
 
 def command_line(arguments: dict[str, Any]) -> list[str]:
@@ -230,18 +228,3 @@ def command_line(arguments: dict[str, Any]) -> list[str]:
         elif value is not None and value is not False:
             options += [option, str(value)]
     return options
-
-
-def refuse_taken_port(port: int) -> None:
-    """Refuse a port on which something listens.
-
-    Raises:
-        CaptureError: names the port.
-    """
-    with socket.socket() as probe:
-        probe.settimeout(2.0)
-        if probe.connect_ex((HOST, port)) == 0:
-            raise CaptureError(
-                f"something listens on {HOST}:{port} already",
-                remedy="end it, or set capture.sglang_port to a free port",
-            )

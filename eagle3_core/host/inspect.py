@@ -12,6 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from eagle3_core.errors import HostError
 
+LOOPBACK = "127.0.0.1"
+
 
 class HostFacts(BaseModel):
     """What the host has. Memory limits of a container are taken into account."""
@@ -84,12 +86,27 @@ def check_loopback_port() -> int:
     """
     try:
         with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
+            listener.bind((LOOPBACK, 0))
             return listener.getsockname()[1]
     except OSError as error:
         raise HostError(
             f"no port can be opened on 127.0.0.1 ({error})", remedy="the engine's processes need one"
         ) from error
+
+
+def refuse_taken_port(port: int) -> None:
+    """Refuse a local port on which somebody listens.
+
+    Raises:
+        HostError: names the port.
+    """
+    with socket.socket() as probe:
+        probe.settimeout(2.0)
+        if probe.connect_ex((LOOPBACK, port)) == 0:
+            raise HostError(
+                f"something listens on {LOOPBACK}:{port} already",
+                remedy="end it, or set capture.sglang_port to a free port",
+            )
 
 
 def _cgroup_memory() -> tuple[int, int]:

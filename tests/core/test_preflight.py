@@ -104,7 +104,7 @@ def test_an_engine_environment_that_lacks_a_package_is_named(tmp_path):
     script = Path(config.engine.python)
     script.write_text('#!/bin/sh\necho \'{"python": "3.11", "packages": {"torch": "2"}}\'\n')
     _, error = run_checks(config)
-    assert "lacks transformers, speculators, safetensors, vllm; make it anew with `make setup`" in str(error)
+    assert "lacks transformers, safetensors, speculators, vllm; make it anew with `make setup`" in str(error)
 
 
 def test_an_interpreter_that_does_not_run_is_named(tmp_path):
