@@ -1,0 +1,111 @@
+"""The reference against transformers' own hidden states, alone and in batches, for several architectures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from eagle3_core.capture.miniature import Miniature, make_miniature
+from eagle3_core.capture.miniature_config import miniature_config
+from eagle3_core.capture.reference import ReferenceModel
+from eagle3_core.capture.reference_batch import Batching
+from eagle3_core.errors import CaptureError
+from eagle3_core.target.info import inspect_target
+from tests.tiny import make_tiny_target
+
+pytestmark = pytest.mark.engine
+
+CONFIGS = Path(__file__).parents[2] / "eagle3_core" / "capture" / "architectures"
+ARCHITECTURES = ("llama", "qwen3", "qwen3-moe", "gemma-3", "gpt-oss", "deepseek-v3", "kimi-k2.5")
+LENGTHS = (37, 1, 64, 2, 21)
+
+
+def sequences(vocab_size: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(3, vocab_size, (length,), generator=generator) for length in LENGTHS]
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def loaded(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Miniature, ReferenceModel]:
+    config = json.loads((CONFIGS / f"{request.param}.json").read_text())
+    made = make_miniature(miniature_config(config), tmp_path_factory.mktemp(request.param))
+    return made, ReferenceModel(inspect_target(made.folder), "float32")
+
+
+def test_each_capture_id_is_the_entry_of_transformers_hidden_states_that_the_docs_promise(
+    loaded: tuple[Miniature, ReferenceModel],
+) -> None:
+    made, model = loaded
+    plain = AutoModelForCausalLM.from_pretrained(made.text_folder, dtype=torch.float32).eval()
+    ids = sequences(plain.config.get_text_config().vocab_size)[0]
+    with torch.inference_mode():
+        output = plain(input_ids=ids[None], output_hidden_states=True, use_cache=False)
+    states, logits = model.forward(ids, range(model.num_layers + 1))
+    for k in range(model.num_layers):
+        torch.testing.assert_close(states[:, k], output.hidden_states[k][0], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(logits, output.logits[0], atol=1e-4, rtol=1e-4)
+    final, after_norm = states[:, model.num_layers], output.hidden_states[-1][0]
+    assert not torch.allclose(final, after_norm, atol=1e-2)
+    norm = next(m for n, m in plain.named_modules() if n.endswith("model.norm") or n == "norm")
+    torch.testing.assert_close(norm(final), after_norm, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("batching", ["padded", "packed"])
+def test_batches_give_what_single_sequences_give(
+    loaded: tuple[Miniature, ReferenceModel], batching: Batching
+) -> None:
+    _, model = loaded
+    given = sequences(model.info.vocab_size)
+    ids = (0, 1, model.num_layers)
+    found = model.forward_batch(given, ids, batching)
+    for tokens, (states, logits) in zip(given, found, strict=True):
+        alone, own_logits = model.forward(tokens, ids)
+        assert states.shape == (len(tokens), 3, model.info.hidden_size)
+        scale = alone.abs().amax(dim=(0, 2), keepdim=True)
+        assert ((states - alone).abs() / scale).max() < 1e-5
+        assert torch.equal(logits.argmax(-1), own_logits.argmax(-1))
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_both_kinds_of_attention_keep_packed_sequences_apart(tmp_path: Path, attention: str) -> None:
+    model = ReferenceModel(inspect_target(make_tiny_target(tmp_path, num_layers=3)), "float32")
+    model._model.set_attn_implementation(attention)
+    given = sequences(500)
+    found = model.forward_batch(given, (3,), "packed")
+    for tokens, (states, _) in zip(given, found, strict=True):
+        torch.testing.assert_close(states, model.forward(tokens, (3,))[0], atol=1e-5, rtol=1e-5)
+
+
+def test_a_target_whose_results_would_depend_on_the_batch_is_refused(tmp_path: Path) -> None:
+    info = inspect_target(make_tiny_target(tmp_path, num_layers=3))
+    model = ReferenceModel(info, "float32")
+    rope = info.rope[0].model_copy(update={"kind": "longrope"})
+    model.info = info.model_copy(update={"rope": (rope,)})
+    with pytest.raises(CaptureError, match=r"RoPE of the kind longrope.*reference_batching to single"):
+        model.forward_batch(sequences(500), (3,), "padded")
+    assert info.attention is not None
+    kinds = info.attention.model_copy(update={"layer_kinds": {"linear_attention": 2, "full_attention": 1}})
+    model.info = info.model_copy(update={"attention": kinds})
+    with pytest.raises(CaptureError, match=r"layers of linear_attention.*single or padded"):
+        model.forward_batch(sequences(500), (3,), "packed")
+
+
+def test_a_model_that_does_not_keep_packed_sequences_apart_is_found_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = ReferenceModel(inspect_target(make_tiny_target(tmp_path, num_layers=3)), "float32")
+    whole = model._model.forward
+
+    def without_positions(position_ids: torch.Tensor | None = None, **inputs: Any) -> Any:
+        return whole(**inputs)
+
+    monkeypatch.setattr(model._model, "forward", without_positions)
+    with pytest.raises(CaptureError, match=r"does not keep packed sequences apart.*to padded or single"):
+        model.forward_batch(sequences(500), (3,), "packed")
