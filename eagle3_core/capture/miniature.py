@@ -38,6 +38,24 @@ QUERY_SCALE = 1.25
 """Sharpens attention, so that a state depends on a few other tokens and not on the mean of all."""
 ROUTER_GAIN = 1.0
 NUM_CLASSES = 8
+MEDIA_PROCESSOR = Path(__file__).with_name("media_processor.py")
+PREPROCESSOR = {
+    "auto_map": {"AutoImageProcessor": "media_processor.MiniatureMediaProcessor"},
+    "image_processor_type": "MiniatureMediaProcessor",
+    "media_proc_cfg": {
+        "fixed_output_tokens": None,
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+        "in_patch_limit": 16384,
+        "in_patch_limit_each_frame": 4096,
+        "in_patch_limit_video": None,
+        "merge_kernel_size": 2,
+        "patch_limit_on_one_side": 512,
+        "patch_size": 14,
+        "temporal_merge_kernel_size": 4,
+    },
+}
+"""What engines read of a wrapper's image processor when they load it."""
 SAME_LANGUAGE_MODEL = {"kimi_k2": "deepseek_v3"}
 """Language models inside a wrapper that transformers knows under another `model_type`."""
 ROUTERS = ("mlp.gate.weight", "mlp.router.weight", "block_sparse_moe.gate.weight")
@@ -82,6 +100,8 @@ def make_miniature(config: dict[str, Any], folder: Path, seed: int = 0) -> Minia
     wrapped = folder / "wrapped"
     wrapped.mkdir()
     _wrap(config, text_folder, wrapped, seed)
+    shutil.copy(MEDIA_PROCESSOR, wrapped)
+    (wrapped / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR, indent=1))
     _write_tokenizer(wrapped, text["vocab_size"])
     return Miniature(wrapped, text_folder)
 

@@ -29,7 +29,7 @@ from eagle3_core.capture.engines import capture_engine
 from eagle3_core.capture.job import CaptureJob
 from eagle3_core.capture.miniature import Miniature, make_miniature
 from eagle3_core.capture.miniature_config import miniature_config, probe_layer_ids
-from eagle3_core.capture.probe_plan import probe_config, tensor_parallel_size
+from eagle3_core.capture.probe_plan import probe_config, probe_dtype, tensor_parallel_size
 from eagle3_core.capture.probe_requests import (
     FOREIGN_SHARE,
     layer_requests,
@@ -74,7 +74,7 @@ def run(spec: ProbeSpec, progress: Progress) -> ProbeResult:
         engine=spec.config.capture.engine,
         packages={name: packages[name] for name in sorted(packages)},
         device=torch.cuda.get_device_name() if engine.device == "cuda" else "cpu",
-        dtype=probe_config(spec.config, "").target.dtype,
+        dtype=probe_dtype(spec.config),
         tensor_parallel_size=tensor_parallel_size(spec.config),
         architecture=(spec.target_config.get("architectures") or ["unknown"])[0],
         layers=layers,
@@ -96,7 +96,7 @@ def _probe(spec: ProbeSpec, progress: Progress) -> tuple[ProbeOutcome, str, list
     small = miniature_config(spec.target_config, tensor_parallel_size(spec.config))
     folder = Path(spec.folder)
     miniature = make_miniature(small, folder / "miniature")
-    config = probe_config(spec.config, str(miniature.folder))
+    config = probe_config(spec.config, str(miniature.folder), small)
     reason = unsupported_reason(config, miniature)
     if reason:
         return "unsupported", reason, [], 0

@@ -20,7 +20,7 @@ from eagle3_core.capture.probe_plan import (
     architecture_run,
     known_architecture,
     known_architectures,
-    probe_config,
+    probe_dtype,
     tensor_parallel_size,
 )
 from eagle3_core.capture.probe_record import ProbeRecord, result_line
@@ -98,7 +98,7 @@ def probe_one(
             engine=config.capture.engine,
             packages=versions.packages,
             device=config.engine.device,
-            dtype=probe_config(config, "").target.dtype,
+            dtype=probe_dtype(config),
             tensor_parallel_size=tensor_parallel_size(config),
             architecture=(target_config.get("architectures") or ["unknown"])[0],
             layers=[],

@@ -12,11 +12,12 @@ from pydantic import ValidationError
 
 from eagle3_core.artifacts import canonical_json
 from eagle3_core.capture.miniature_config import miniature_config
-from eagle3_core.config import RunConfig
+from eagle3_core.config import Dtype, RunConfig
 from eagle3_core.contracts import ProbeResult
 from eagle3_core.errors import ConfigError
 from eagle3_core.host.engine_info import EngineVersions
 from eagle3_core.store.files import write_atomic
+from eagle3_core.target.info import text_config
 
 PROBE_VERSION = 1
 """Raised by hand when a probe asks something else, so that remembered answers are not used for it."""
@@ -26,6 +27,8 @@ MAX_TENSOR_PARALLEL = 8
 GPU_MEMORY_UTILIZATION = 0.2
 MAX_BATCHED_TOKENS = 96
 """Of one engine step: less than the longest requests, so that prompts come in parts."""
+WHOLE_BATCHED_TOKENS = 192
+"""The same where prompts cannot come in parts."""
 
 
 def known_architectures() -> dict[str, dict[str, Any]]:
@@ -64,25 +67,39 @@ def tensor_parallel_size(config: RunConfig) -> int:
     return min(config.engine.tensor_parallel_size, MAX_TENSOR_PARALLEL)
 
 
-def probe_config(config: RunConfig, folder: str) -> RunConfig:
+def probe_dtype(config: RunConfig) -> Dtype:
+    """In which the engine computes."""
+    return "bfloat16" if config.engine.device == "cuda" else "float32"
+
+
+def probe_config(config: RunConfig, folder: str, small: dict[str, Any]) -> RunConfig:
     """The run's configuration with the miniature as target: small, sharp, and in parts.
 
     On the CPU the engine computes in fp32, where a right state is a hundred thousand times nearer than a
     wrong one; on a GPU in bf16, which all attention kernels take.
+
+    Args:
+        config: the run's.
+        folder: of the miniature.
+        small: its configuration.
     """
     is_gpu = config.engine.device == "cuda"
+    # vLLM cannot compute latent attention in parts on the CPU.
+    is_whole = not is_gpu and "kv_lora_rank" in text_config(small)
+    batched_tokens = WHOLE_BATCHED_TOKENS if is_whole else MAX_BATCHED_TOKENS
     return config.model_copy(
         update={
             "target": config.target.model_copy(
                 update={
                     "model": folder,
                     "revision": None,
-                    "dtype": "bfloat16" if is_gpu else "float32",
-                    "trust_remote_code": False,
+                    "dtype": probe_dtype(config),
+                    # The only code in a miniature is ours: the image processor of a wrapper.
+                    "trust_remote_code": text_config(small) is not small,
                     "aux_layer_ids": None,
                 }
             ),
-            "capture": config.capture.model_copy(update={"max_batched_tokens": MAX_BATCHED_TOKENS}),
+            "capture": config.capture.model_copy(update={"max_batched_tokens": batched_tokens}),
             "engine": config.engine.model_copy(
                 update={
                     "max_num_seqs": 8,

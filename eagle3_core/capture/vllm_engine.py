@@ -85,6 +85,8 @@ def engine_arguments(config: RunConfig, info: TargetInfo, job: CaptureJob, longe
         "max_num_batched_tokens": config.capture.max_batched_tokens,
         "enable_chunked_prefill": True,
         "disable_log_stats": True,
+        # Of a multimodal wrapper only the language model: no vision tower, no image processor.
+        **({"language_model_only": True} if info.nested_under else {}),
         "speculative_config": {
             "method": "extract_hidden_states",
             "num_speculative_tokens": 1,
@@ -103,7 +105,9 @@ def check_settings(vllm_config: Any, longest: int) -> None:
     """Refuse an engine that would return fewer rows than tokens, before any request is sent.
 
     Raises:
-        CaptureError: prefix caching is on, or the longest sample does not fit with its margin.
+        CaptureError: prefix caching is on, or the longest sample does not fit with its margin, or not into
+            one step of an engine that computes prompts whole (vLLM does so for latent attention on the CPU):
+            it would wait for ever.
     """
     if vllm_config.cache_config.enable_prefix_caching:
         raise CaptureError(
@@ -114,6 +118,14 @@ def check_settings(vllm_config: Any, longest: int) -> None:
     if longest + CAPTURE_MARGIN_TOKENS > room:
         raise CaptureError(
             f"the capture engine takes {room:,} tokens", expected=f"{longest + CAPTURE_MARGIN_TOKENS:,}"
+        )
+    scheduler = vllm_config.scheduler_config
+    step = getattr(scheduler, "max_num_scheduled_tokens", None) or scheduler.max_num_batched_tokens
+    if not scheduler.enable_chunked_prefill and longest > step:
+        raise CaptureError(
+            f"vLLM computes prompts of this target whole, {step:,} tokens in a step at most, and the longest "
+            f"sample has {longest:,}",
+            remedy=f"set capture.max_batched_tokens to at least {longest}",
         )
 
 

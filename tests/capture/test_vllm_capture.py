@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -114,6 +116,39 @@ def test_kill_9_of_the_step_keeps_finished_shards_and_the_next_run_makes_the_oth
     assert (result["num_samples"], result["num_tokens"]) == (80, sum(LENGTHS))
 
 
+def test_kill_9_of_the_engine_in_the_third_of_five_shards_costs_that_shard_alone(
+    tmp_path: Path, target: Path
+) -> None:
+    samples = make_samples([100] * 40)
+    capture = {"engine": "vllm", "max_batched_tokens": 64, "shard_bytes": 8 * 100 * 64 * 4 * 7}
+    engine = {"max_model_len": 256, "max_num_seqs": 2, "kv_cache_gib": 1, "python": sys.executable}
+    spec = capture_spec(tmp_path, target, samples, engine=engine, capture=capture)
+    step = start(spec, tmp_path)
+    staging = spec.config.store_path / "staging" / spec.outputs["capture"].ref.id
+    third = {sample.key for sample in samples[16:24]}
+    deadline = time.monotonic() + 120
+    while not any(key in third for path in staging.glob("sessions/*/*.log") for key in begun(path)[:-2]):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    (engine_process,) = [p for p in psutil.Process(step.pid).children() if "session" in " ".join(p.cmdline())]
+    engine_process.kill()
+    before = {path.name: path.stat().st_mtime_ns for path in capture_folder(spec).glob("*.safetensors")}
+    finish(step)
+    outcome = json.loads((tmp_path / "result.json").read_text())
+    assert outcome["status"] == "ok", outcome
+    assert (outcome["result"]["num_shards"], outcome["result"]["num_restarts"]) == (5, 1)
+    assert outcome["result"]["quarantined"] == []
+    manifest = LocalStore(spec.config.store_path).read(spec.outputs["capture"].ref)
+    assert [entry.facts["attempts"] for entry in manifest.files] == [1, 1, 2, 1, 1]
+    assert {"shard-00000.safetensors", "shard-00001.safetensors"} >= before.keys()
+    after = {name: (capture_folder(spec) / name).stat().st_mtime_ns for name in before}
+    assert after == before
+
+
+def begun(journal: Path) -> list[str]:
+    return [line[1:] for line in journal.read_text().splitlines() if line.startswith("+")]
+
+
 def stored_samples(folder: Path) -> list[CapturedSample]:
     return [sample for path in sorted(folder.glob("*.safetensors")) for sample in ShardReader(path)]
 
@@ -151,10 +186,13 @@ def test_aborted_and_foreign_requests_do_no_harm_and_changed_ids_are_refused(
     assert "at position 3" in answer["message"]
 
 
-def settings(prefix_caching: bool, max_model_len: int) -> Any:
+def settings(prefix_caching: bool, max_model_len: int, chunked: bool = True, step: int | None = None) -> Any:
     return SimpleNamespace(
         cache_config=SimpleNamespace(enable_prefix_caching=prefix_caching),
         model_config=SimpleNamespace(max_model_len=max_model_len),
+        scheduler_config=SimpleNamespace(
+            enable_chunked_prefill=chunked, max_num_scheduled_tokens=step, max_num_batched_tokens=64
+        ),
     )
 
 
@@ -164,3 +202,9 @@ def test_an_engine_with_prefix_caching_or_too_little_room_is_refused_before_any_
         check_settings(settings(True, 200), 100)
     with pytest.raises(CaptureError, match="takes 101 tokens"):
         check_settings(settings(False, 101), 100)
+
+
+def test_an_engine_that_would_wait_for_ever_with_a_prompt_longer_than_a_step_is_refused() -> None:
+    check_settings(settings(False, 200, chunked=False, step=100), 100)
+    with pytest.raises(CaptureError, match="64 tokens in a step at most, and the longest sample has 100"):
+        check_settings(settings(False, 200, chunked=False), 100)
