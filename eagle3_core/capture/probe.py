@@ -129,7 +129,11 @@ def _probe(spec: ProbeSpec, progress: Progress) -> tuple[ProbeOutcome, str, list
 
 def unsupported_reason(config: RunConfig, miniature: Miniature) -> str | None:
     """Why the engine cannot capture this architecture, seen without loading it; None if it may."""
-    return None
+    if config.capture.engine != "vllm":
+        return None
+    from eagle3_core.capture.vllm_support import unsupported_reason as unsupported_by_vllm
+
+    return unsupported_by_vllm(inspect_target(miniature.folder))
 
 
 def capture_miniature(

@@ -174,10 +174,7 @@ def capture_with_reference(
     take = take or iter_take(job.shards)
     try:
         while (shard := take()) is not None:
-            wanted = job.samples_of(shard, samples)
-            lengths = [len(sample) for sample in wanted]
-            for indices in plan_batches(lengths, config.capture.max_batched_tokens, batching):
-                batch = [wanted[index] for index in indices]
+            for batch in _batches(config, job, job.samples_of(shard, samples)):
                 for sample in batch:
                     journal.started(sample.key)
                 sequences = [torch.from_numpy(sample.input_ids) for sample in batch]
@@ -192,3 +189,13 @@ def capture_with_reference(
             yield shard, entry
     finally:
         assembler.close()
+
+
+def _batches(config: RunConfig, job: CaptureJob, wanted: Sequence[Sample]) -> Iterator[list[Sample]]:
+    """A shard's samples by forward: first each of those that the job wants alone, then the others."""
+    yield from ([sample] for sample in wanted if sample.key in job.alone)
+    others = [sample for sample in wanted if sample.key not in job.alone]
+    lengths = [len(sample) for sample in others]
+    capture = config.capture
+    for batch in plan_batches(lengths, capture.max_batched_tokens, capture.reference_batching):
+        yield [others[index] for index in batch]

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from eagle3_core.artifacts import FileEntry
 from eagle3_core.capture.job import MAX_SHARDS_IN_FLIGHT, CaptureJob, EngineEndedError, iter_take
+from eagle3_core.capture.vllm_support import check_vllm_support
 from eagle3_core.config import CAPTURE_MARGIN_TOKENS, RunConfig
 from eagle3_core.errors import CaptureError
 from eagle3_core.store.dataset import Sample
@@ -55,9 +56,11 @@ def capture_with_vllm(
         take: gives the next shard, or None when there is none left; by default the job's, in order.
 
     Raises:
-        CaptureError: the engine's settings are unfit, or it returned other rows than asked for.
+        CaptureError: vLLM cannot capture this target, its settings are unfit, or it returned other rows than
+            asked for.
         EngineEndedError: the engine died.
     """
+    check_vllm_support(info, job.capture_ids)
     longest = max(len(sample) for shard in job.shards for sample in job.samples_of(shard, samples))
     llm = _load(config, info, job, engine_arguments(config, info, job, longest))
     try:

@@ -10,12 +10,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from eagle3_core.capture.job import CaptureJob, capture_layout
 from eagle3_core.capture.miniature import Miniature, make_miniature
 from eagle3_core.capture.miniature_config import miniature_config
-from eagle3_core.capture.reference import ReferenceModel
+from eagle3_core.capture.reference import ReferenceModel, capture_with_reference
 from eagle3_core.capture.reference_batch import Batching
 from eagle3_core.errors import CaptureError
+from eagle3_core.store.shards import CapturedSample, ShardReader, plan_shards
 from eagle3_core.target.info import inspect_target
+from tests.capture.runs import make_samples, run_config
 from tests.tiny import make_tiny_target
 
 pytestmark = pytest.mark.engine
@@ -28,6 +31,11 @@ LENGTHS = (37, 1, 64, 2, 21)
 def sequences(vocab_size: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     return [torch.randint(3, vocab_size, (length,), generator=generator) for length in LENGTHS]
+
+
+def difference(states: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest difference, relative to the largest value."""
+    return float((states - expected).abs().max() / expected.abs().max())
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
@@ -68,8 +76,7 @@ def test_batches_give_what_single_sequences_give(
     for tokens, (states, logits) in zip(given, found, strict=True):
         alone, own_logits = model.forward(tokens, ids)
         assert states.shape == (len(tokens), 3, model.info.hidden_size)
-        scale = alone.abs().amax(dim=(0, 2), keepdim=True)
-        assert ((states - alone).abs() / scale).max() < 1e-5
+        assert difference(states, alone) < 1e-5
         assert torch.equal(logits.argmax(-1), own_logits.argmax(-1))
 
 
@@ -109,3 +116,39 @@ def test_a_model_that_does_not_keep_packed_sequences_apart_is_found_out(
     monkeypatch.setattr(model._model, "forward", without_positions)
     with pytest.raises(CaptureError, match=r"does not keep packed sequences apart.*to padded or single"):
         model.forward_batch(sequences(500), (3,), "packed")
+
+
+def captured(
+    folder: Path, target: Path, batching: Batching, alone: tuple[str, ...] = ()
+) -> list[CapturedSample]:
+    config = run_config(
+        folder,
+        target,
+        capture={"reference_batching": batching, "final_state": "all", "max_batched_tokens": 96},
+    )
+    info = inspect_target(target)
+    samples, layout = make_samples([40, 9, 100, 30, 12, 5]), capture_layout(config, info)
+    shards = tuple(plan_shards(samples, layout, 128 * layout.sample_bytes(samples[5]) // 5))
+    job = CaptureJob(
+        engine="reference-1", dataset_folder="", folder=str(folder), layout=layout, shards=shards, alone=alone
+    )
+    counted: list[int] = []
+    done = [shard for shard, _ in capture_with_reference(config, info, job, samples, counted.append)]
+    assert done == list(shards)
+    assert len(shards) > 1
+    assert (counted[0], sum(counted)) == (0, 196)
+    assert job.journal.in_flight() == []
+    return [sample for shard in shards for sample in ShardReader(folder / shard.file_name)]
+
+
+@pytest.mark.parametrize("batching", ["padded", "packed"])
+def test_a_capture_in_batches_stores_what_one_sample_at_a_time_stores(
+    tmp_path: Path, batching: Batching
+) -> None:
+    target = make_tiny_target(tmp_path / "target")
+    one_by_one = captured(tmp_path / "single", target, "single")
+    in_batches = captured(tmp_path / batching, target, batching, alone=("sample-001",))
+    for ours, theirs in zip(in_batches, one_by_one, strict=True):
+        assert ours.key == theirs.key
+        assert difference(ours.aux_states, theirs.aux_states) < 1e-5
+        assert difference(ours.final_states, theirs.final_states) < 1e-5
