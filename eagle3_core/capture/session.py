@@ -61,6 +61,7 @@ class _Line:
         self._answers: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._tokens = 0
         self._last = 0.0
+        self._is_loaded = False
         threading.Thread(target=self._listen, name="step-watch", daemon=True).start()
 
     def say(self, event: str, **facts: Any) -> None:
@@ -86,9 +87,9 @@ class _Line:
 
     def on_tokens(self, count: int) -> None:
         """Count captured tokens; the first call says that the engine is loaded."""
-        if not count:
+        if not self._is_loaded:
             self.say("loaded")
-            return
+            self._is_loaded = True
         self._tokens += count
         if time.monotonic() - self._last >= TOKEN_EVENT_SECONDS:
             self.tell_tokens()

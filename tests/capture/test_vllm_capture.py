@@ -156,10 +156,26 @@ def stored_samples(folder: Path) -> list[CapturedSample]:
 def test_states_from_vllm_are_those_of_transformers_and_not_of_a_neighbouring_layer(
     killed: Killed, target: Path
 ) -> None:
-    model = ReferenceModel(inspect_target(target), "float32")
     stored = stored_samples(killed.folder)
     assert [sample.key for sample in stored] == [sample.key for sample in make_samples(LENGTHS)]
-    chosen = stored[::6]
+    assert_right_layers(stored[::6], target)
+
+
+@pytest.mark.slow
+def test_two_ranks_that_hold_a_target_together_write_its_states_once(tmp_path: Path, target: Path) -> None:
+    spec = vllm_spec(tmp_path, target, LENGTHS[:20])
+    engine = spec.config.engine.model_copy(update={"tensor_parallel_size": 2})
+    spec = spec.model_copy(update={"config": spec.config.model_copy(update={"engine": engine})})
+    log = finish(start(spec, tmp_path))
+    assert json.loads((tmp_path / "result.json").read_text())["status"] == "ok", log
+    stored = stored_samples(capture_folder(spec))
+    assert [sample.key for sample in stored] == [sample.key for sample in make_samples(LENGTHS[:20])]
+    assert_right_layers(stored[::4], target)
+
+
+def assert_right_layers(chosen: list[CapturedSample], target: Path) -> None:
+    """Every stored state equals its own layer of a transformers forward, and no other."""
+    model = ReferenceModel(inspect_target(target), "float32")
     references = [model.all_states(sample.input_ids) for sample in chosen]
     every_row = [torch.arange(len(sample.input_ids)) for sample in chosen]
     layers = {k: [s.aux_states[:, place] for s in chosen] for place, k in enumerate((2, 4, 5))}
