@@ -66,9 +66,7 @@ def probe_known(config: RunConfig, record_path: Path | None, as_json: bool) -> i
     def show(name: str, result: ProbeResult) -> None:
         console.print(f"{name}: {escape(result_line(result))}")
 
-    record = probe_all(
-        config, list(known_architectures()), _logs(config) / "probes", PROBE_TIMEOUT_SECONDS, show
-    )
+    record = probe_all(config, list(known_architectures()), _logs(config) / "probes", on_result=show)
     if record_path is not None:
         record_path.parent.mkdir(parents=True, exist_ok=True)
         record_path.write_text(record.model_dump_json(indent=1) + "\n")

