@@ -9,13 +9,16 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
+from eagle3_core.capture.replica import num_replicas
+from eagle3_core.capture.vllm_support import check_embedding_state
 from eagle3_core.config import CAPTURE_MARGIN_TOKENS, SGLANG_MARGIN_TOKENS, RunConfig
 from eagle3_core.contracts import EngineInfoResult, EngineInfoSpec
 from eagle3_core.data.conversations import read_prompts
 from eagle3_core.errors import ConfigError, DataError, Eagle3Error, HostError, TargetError
-from eagle3_core.estimate import GIB
+from eagle3_core.estimate import GIB, artifact_bytes, guess_tokens
 from eagle3_core.host.engine_environment import openmp_library
 from eagle3_core.host.engine_info import capture_versions, engine_versions
+from eagle3_core.host.gpus import gpu_memory, visible_gpus
 from eagle3_core.host.inspect import (
     check_loopback_port,
     check_writable,
@@ -26,6 +29,7 @@ from eagle3_core.host.inspect import (
 )
 from eagle3_core.host.process import engine_interpreter, run_step
 from eagle3_core.identity import draft_vocab_size, prompt_files
+from eagle3_core.memory import check_gpus, check_host, need_on_gpu, need_on_host
 from eagle3_core.target.info import TargetInfo, inspect_target
 from eagle3_core.target.layers import resolve_aux_layer_ids
 from eagle3_core.target.locate import is_builtin, target_folder
@@ -110,7 +114,44 @@ def _check_memory(config: RunConfig) -> str:
             expected=f"at least limits.min_free_memory_gib = {config.limits.min_free_memory_gib:g}",
             remedy="end other programs, or lower the limit",
         )
-    return f"{available:.1f} GiB available"
+    target = _target_if_there(config)
+    if target is None:
+        return f"{available:.1f} GiB available"
+    need = need_on_host(config, target, _capture_bytes(config, target))
+    check_host(need, int(available * GIB))
+    return f"{available:.1f} GiB available, at least {need.total / GIB:.1f} needed"
+
+
+def _check_gpu_memory(config: RunConfig) -> str:
+    if config.engine.device == "cpu":
+        return "not needed"
+    named = config.engine.environment.get("CUDA_VISIBLE_DEVICES")
+    found = gpu_memory(visible_gpus(named))
+    target = _target_if_there(config)
+    if found is None or target is None:
+        return "not known: " + ("the target is not there yet" if found else "no driver answers")
+    used = found[: num_replicas(config, [gpu.device for gpu in found]) * config.engine.tensor_parallel_size]
+    need = need_on_gpu(config, target)
+    check_gpus(config, need, used)
+    return f"at least {need.total / GIB:.1f} GiB needed on each of {len(used)} GPUs"
+
+
+def _target_if_there(config: RunConfig) -> TargetInfo | None:
+    """The target, or None where the check of the target has more to say."""
+    try:
+        info = inspect_target(target_folder(config))
+        resolve_aux_layer_ids(config.target.aux_layer_ids, info.num_layers)
+    except Eagle3Error:
+        return None
+    return info
+
+
+def _capture_bytes(config: RunConfig, target: TargetInfo) -> int:
+    """Upper estimate of the whole capture, or 0 where the check of the prompts has more to say."""
+    try:
+        return artifact_bytes(config, target, guess_tokens(config))["capture"]
+    except Eagle3Error:
+        return 0
 
 
 def _check_disk(config: RunConfig) -> str:
@@ -184,6 +225,8 @@ def _check_target(config: RunConfig) -> str:
     target = inspect_target(path)
     check_readable(target)
     ids = resolve_aux_layer_ids(config.target.aux_layer_ids, target.num_layers)
+    if config.capture.engine == "vllm":
+        check_embedding_state(target, ids)
     draft_vocab_size(config, target)
     longest = target.max_position_embeddings
     if longest is not None and config.engine.max_model_len > longest:
@@ -248,6 +291,7 @@ CHECKS: dict[str, Callable[[RunConfig], str]] = {
     "devices": _check_devices,
     "processors": _check_processors,
     "memory": _check_memory,
+    "gpu memory": _check_gpu_memory,
     "disk": _check_disk,
     "folders": _check_workspace,
     "ports": _check_ports,

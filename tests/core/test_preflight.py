@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
-from eagle3_core.errors import ConfigError
+from eagle3_core.errors import ConfigError, HostError
 from eagle3_core.host.engine_info import engine_versions
+from eagle3_core.host.gpus import GpuMemory
 from eagle3_core.host.inspect import existing_parent, free_disk_bytes, inspect_host
 from eagle3_core.preflight import CHECKS, check_combinations, run_checks
 from tests.doubles.profile import stand_in_config
+from tests.doubles.target import make_target
 
 pytestmark = pytest.mark.orchestrator
 
@@ -128,3 +131,66 @@ def test_the_host_is_looked_at(tmp_path):
     assert 0 < facts.memory_available_bytes <= facts.memory_total_bytes
     assert existing_parent(tmp_path / "a" / "b") == tmp_path
     assert free_disk_bytes(tmp_path / "a") > 0
+
+
+def rewrite_target(tmp_path, **fields):
+    path = tmp_path / "target" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def one_line(config):
+    _, error = run_checks(config)
+    assert error is not None
+    assert "\n" not in str(error)
+    return str(error)
+
+
+@pytest.mark.parametrize("ids", [(2, 4, 99), (2, 4, 8), (-1, 2, 4), (2, 2, 5), (5, 4, 2), (2, 4)])
+def test_wrong_or_duplicate_layer_ids_are_refused_before_loading(tmp_path, ids):
+    found = one_line(change(stand_in_config(tmp_path), "target", aux_layer_ids=ids))
+    assert f"target.aux_layer_ids {list(ids)} cannot be captured" in found
+    assert "expected 3 distinct, increasing ids from 0 to 7" in found
+
+
+def test_a_default_that_collides_on_a_small_target_says_which_ids_to_set(tmp_path):
+    config = stand_in_config(tmp_path)
+    make_target(tmp_path / "target", num_layers=5)
+    found = one_line(config)
+    assert "a target with 5 layers is too small for the default auxiliary layer ids (2, 2, 2)" in found
+    assert "set target.aux_layer_ids to 3 distinct ids from 0 to 4" in found
+    assert run_checks(change(config, "target", aux_layer_ids=(1, 2, 4)))[1] is None
+
+
+def test_a_target_without_weights_is_refused_before_loading(tmp_path):
+    config = stand_in_config(tmp_path)
+    (tmp_path / "target" / "model.safetensors").unlink()
+    assert "has no safetensors weights; point target.model to a full model" in one_line(config)
+
+
+def test_the_embedding_output_of_a_deepseek_type_target_is_refused_with_vllm_only(tmp_path):
+    config = change(stand_in_config(tmp_path), "target", aux_layer_ids=(0, 4, 5))
+    assert run_checks(config)[1] is None
+    rewrite_target(
+        tmp_path, architectures=["DeepseekV3ForCausalLM"], model_type="deepseek_v3", kv_lora_rank=8
+    )
+    assert "vLLM cannot capture id 0 (the embedding output) of DeepseekV3ForCausalLM" in one_line(config)
+    assert run_checks(change(config, "capture", engine="reference"))[1] is None
+
+
+def test_a_target_that_does_not_fit_into_memory_is_refused_before_loading(tmp_path):
+    config = change(stand_in_config(tmp_path), "engine", kv_cache_gib=10_000.0)
+    found = one_line(config)
+    assert "GiB of memory are available; expected at least 10000.0 GiB (" in found
+    assert "10000.0 GiB of KV cache" in found
+
+
+def test_gpus_whose_memory_others_hold_are_refused_before_loading(tmp_path, monkeypatch):
+    free = {"0": 75 << 30, "1": 25 << 30}
+    gpus = [GpuMemory(device=name, total_bytes=80 << 30, free_bytes=size) for name, size in free.items()]
+    monkeypatch.setattr("eagle3_core.preflight.gpu_memory", lambda devices: gpus[: len(devices)])
+    environment = stand_in_config(tmp_path).engine.environment | {"CUDA_VISIBLE_DEVICES": "0,1"}
+    config = change(stand_in_config(tmp_path), "engine", device="cuda", environment=environment)
+    check = CHECKS["gpu memory"]
+    with pytest.raises(HostError, match=r"GPU 1 has 25\.0 GiB free; expected 72\.0 GiB"):
+        check(config)
+    assert "needed on each of 1 GPUs" in check(change(config, "capture", replicas=1))

@@ -1,0 +1,142 @@
+"""What engines need at least, by hand, and the refusal of hosts that have less."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eagle3_core.config import RunConfig, parse_config
+from eagle3_core.errors import HostError
+from eagle3_core.host.gpus import GpuMemory, gpu_memory, visible_gpus
+from eagle3_core.memory import (
+    GIB,
+    MemoryNeed,
+    check_gpus,
+    check_host,
+    kv_bytes,
+    need_on_gpu,
+    need_on_host,
+    state_bytes_per_token,
+    weight_bytes,
+)
+from eagle3_core.target.info import TargetInfo, inspect_target
+from tests.target.files import LLAMA, LLAMA_FILES, write_sharded
+
+NUM_PARAMETERS = 16 * 8 + 200 * 8 + 8 + 16 * 8
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> TargetInfo:
+    """Eight layers, hidden 8, 4 heads and 2 of keys, so head size 2."""
+    return inspect_target(write_sharded(tmp_path, LLAMA, LLAMA_FILES))
+
+
+def config(capture: dict[str, Any] | None = None, **engine: Any) -> RunConfig:
+    document = {"name": "x", "target": {"model": "m"}, "capture": capture or {}, "engine": engine}
+    return parse_config(document)
+
+
+def with_attention(target: TargetInfo, **fields: Any) -> TargetInfo:
+    assert target.attention is not None
+    return target.model_copy(update={"attention": target.attention.model_copy(update=fields)})
+
+
+def test_plain_weights_count_in_the_compute_dtype_and_quantised_ones_as_stored(target: TargetInfo) -> None:
+    assert weight_bytes(config(), target) == 2 * NUM_PARAMETERS
+    quantised = {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128}}
+    folder = write_sharded(Path(target.path) / "q", LLAMA | quantised, LLAMA_FILES)
+    info = inspect_target(folder)
+    assert weight_bytes(config(), info) == info.weights_bytes > 4 * NUM_PARAMETERS
+
+
+def test_keys_and_values_of_a_sequence(target: TargetInfo) -> None:
+    """A token has two vectors of 2 heads of size 2 in each of eight layers, in bf16."""
+    assert kv_bytes(config(), target, 100) == 100 * 8 * (2 * 2 * 2) * 2
+    latent = with_attention(target, kind="mla", latent_size=5)
+    assert kv_bytes(config(), latent, 100) == 100 * 8 * 5 * 2
+    kinds = {"full_attention": 2, "sliding_attention": 5, "linear_attention": 1}
+    mixed = with_attention(target, sliding_window=10, layer_kinds=kinds)
+    assert kv_bytes(config(), mixed, 100) == (2 * 100 + 5 * 10) * 8 * 2
+
+
+def test_states_of_a_token_are_three_auxiliary_ones_and_the_final_one(target: TargetInfo) -> None:
+    assert state_bytes_per_token(config(), target) == 4 * 8 * 2
+
+
+def test_the_host_holds_weights_cache_and_shards_in_flight_of_every_replica(target: TargetInfo) -> None:
+    capture = {"replicas": 2, "shard_bytes": 4096}
+    need = need_on_host(config(capture, kv_cache_gib=2), target, capture_bytes=10**9)
+    assert need == MemoryNeed(weights=2 * 2 * NUM_PARAMETERS, kv_cache=4 * GIB, states=2 * 3 * 4096)
+    small = need_on_host(config(capture, kv_cache_gib=2), target, capture_bytes=5000)
+    assert small.states == 5000
+    on_gpu = need_on_host(config(capture, device="cuda"), target, capture_bytes=10**9)
+    assert on_gpu == MemoryNeed(weights=0, kv_cache=0, states=2 * 3 * 4096)
+
+
+def test_gpus_share_weights_and_heads_but_not_latent_vectors(target: TargetInfo) -> None:
+    four = config(device="cuda", tensor_parallel_size=4, max_model_len=100)
+    need = need_on_gpu(four, target)
+    assert need.weights == 2 * NUM_PARAMETERS // 4
+    assert need.kv_cache == kv_bytes(four, target, 100) // 2
+    assert need.states == 100 * 4 * 8 * 2
+    latent = with_attention(target, kind="mla", latent_size=5)
+    assert need_on_gpu(four, latent).kv_cache == kv_bytes(four, latent, 100)
+
+
+NEED = MemoryNeed(weights=70 * GIB, kv_cache=2 * GIB, states=0)
+
+
+def test_a_host_with_too_little_memory_is_refused_with_both_numbers() -> None:
+    check_host(NEED, 72 * GIB)
+    with pytest.raises(HostError) as caught:
+        check_host(NEED, 24 * GIB)
+    assert str(caught.value).startswith(
+        "24.0 GiB of memory are available; expected at least 72.0 GiB (70.0 GiB of weights + 2.0 GiB of KV "
+        "cache); end other programs"
+    )
+    assert "\n" not in str(caught.value)
+
+
+def test_a_gpu_that_is_too_small_or_held_by_others_is_refused() -> None:
+    settings = config(device="cuda", gpu_memory_utilization=0.5)
+    roomy = GpuMemory(device="0", total_bytes=160 * GIB, free_bytes=150 * GIB)
+    check_gpus(settings, NEED, [roomy])
+    small = GpuMemory(device="1", total_bytes=80 * GIB, free_bytes=80 * GIB)
+    with pytest.raises(HostError, match=r"GPU 1 has 80\.0 GiB, .* use 40\.0 .*at least 72\.0 GiB .*raise"):
+        check_gpus(settings, NEED, [roomy, small])
+    held = GpuMemory(device="0", total_bytes=160 * GIB, free_bytes=20 * GIB)
+    with pytest.raises(HostError, match=r"GPU 0 has 20\.0 GiB free; expected 80\.0 GiB.*CUDA_VISIBLE"):
+        check_gpus(settings, NEED, [held])
+
+
+def test_without_a_driver_nothing_is_claimed(monkeypatch: pytest.MonkeyPatch) -> None:
+    pynvml = pytest.importorskip("pynvml")
+
+    def fail() -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", fail)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert gpu_memory(["0"]) is None
+    assert visible_gpus() == []
+    assert visible_gpus("3, 5") == ["3", "5"]
+
+
+def test_memory_is_asked_of_the_visible_gpus_by_index_or_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    pynvml = pytest.importorskip("pynvml")
+    sizes = {"by index 1": (80, 60), "by name GPU-x": (40, 30)}
+
+    class Memory:
+        def __init__(self, handle: str) -> None:
+            self.total, self.free = (size * GIB for size in sizes[handle])
+
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlShutdown", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", lambda index: f"by index {index}")
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", lambda name: f"by name {name}")
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", Memory)
+    found = gpu_memory(["1", "GPU-x"])
+    assert found is not None
+    assert [(gpu.total_bytes // GIB, gpu.free_bytes // GIB) for gpu in found] == [(80, 60), (40, 30)]
