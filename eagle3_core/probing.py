@@ -16,7 +16,7 @@ from eagle3_core.capture.probe_record import result_line
 from eagle3_core.config import RunConfig, Stage
 from eagle3_core.contracts import ProbeResult, ProbeSpec
 from eagle3_core.errors import Eagle3Error, ProbeError, StepError, TargetError
-from eagle3_core.host.engine_info import EngineVersions, engine_versions
+from eagle3_core.host.engine_info import EngineVersions, capture_versions
 from eagle3_core.host.lines import without_secrets
 from eagle3_core.planning import plan_run
 from eagle3_core.target.locate import present_target
@@ -59,8 +59,9 @@ def check_probe(config: RunConfig, stages: Sequence[Stage], scratch: Path, run: 
     if capture is not None and capture.state == "complete":
         return ProbeCheck(found=f"not needed: {capture.ref} is complete")
     document = target_document(plan.target_path)
-    result = ask(config, document, plan.versions, scratch, run)
-    engine = plan.versions.capture_engine(config)
+    versions = capture_versions(config)
+    result = ask(config, document, versions, scratch, run)
+    engine = versions.capture_engine(config)
     require_right(result, engine)
     return ProbeCheck(found=f"{engine} and {result.architecture}: {result_line(result)}", result=result)
 
@@ -78,7 +79,7 @@ def ask(
     Args:
         config: the run's.
         document: the target's `config.json`.
-        versions: of the engine environment.
+        versions: of the environment that captures.
         scratch: folder for the miniature, removed afterwards.
         run: runs the step.
         fresh: ask again even if the answer is known.
@@ -136,7 +137,7 @@ def remembered_check(config: RunConfig) -> str:
         return "switched off (capture.probe is false)"
     try:
         document = target_document(present_target(config))
-        result = remembered(config, probe_key(config, document, engine_versions(config.engine)))
+        result = remembered(config, probe_key(config, document, capture_versions(config)))
     except Eagle3Error:
         return "not asked yet"
     if result is None:

@@ -17,7 +17,8 @@ from eagle3_core.capture.probe_record import GOOD, MARKS, ProbeRecord, result_li
 from eagle3_core.config import RunConfig, TargetConfig
 from eagle3_core.contracts import ProbeResult, ProbeSpec, ProgressEvent
 from eagle3_core.errors import EXIT_OK, EXIT_STEP_FAILED, EXIT_USER_ERROR
-from eagle3_core.host.engine_info import engine_versions
+from eagle3_core.host.engine_environment import capture_engine_config
+from eagle3_core.host.engine_info import capture_versions
 from eagle3_core.host.process import run_step
 from eagle3_core.probing import ask, target_document
 from eagle3_core.target.locate import present_target
@@ -44,13 +45,13 @@ def probe_target(config: RunConfig, target: str | None, fresh: bool, as_json: bo
         return run_step(
             "probe",
             spec,
-            engine=config.engine,
+            engine=capture_engine_config(config),
             folder=_logs(config),
             on_progress=show,
             timeout_seconds=PROBE_TIMEOUT_SECONDS,
         )
 
-    versions = engine_versions(config.engine)
+    versions = capture_versions(config)
     result = ask(config, document, versions, _logs(config) / f"probe-{os.getpid()}", run, fresh)
     if as_json:
         print(result.model_dump_json(indent=1))

@@ -41,7 +41,7 @@ from eagle3_core.capture.probe_requests import (
 from eagle3_core.config import RunConfig
 from eagle3_core.contracts import LayerCheck, ProbeOutcome, ProbeResult, ProbeSpec
 from eagle3_core.errors import Eagle3Error, TargetError
-from eagle3_core.host.engine_info import VLLM_PACKAGES
+from eagle3_core.host.engine_info import ENGINE_PACKAGES
 from eagle3_core.step import Progress
 from eagle3_core.store.dataset import DATASET_FILE, Sample, write_dataset
 from eagle3_core.store.shards import CapturedSample, ShardLayout, ShardReader, plan_shards
@@ -67,7 +67,7 @@ def run(spec: ProbeSpec, progress: Progress) -> ProbeResult:
     except Exception as error:
         logger.exception("the probe failed")
         outcome, reason, layers, num_requests = "failed", first_cause(error), [], 0
-    packages = installed_versions((*RECORDED_PACKAGES, *VLLM_PACKAGES))
+    packages = installed_versions((*RECORDED_PACKAGES, *ENGINE_PACKAGES))
     engine = spec.config.engine
     return ProbeResult(
         outcome=outcome,

@@ -27,7 +27,8 @@ from eagle3_core.capture.probe_record import ProbeRecord, result_line
 from eagle3_core.config import RunConfig
 from eagle3_core.contracts import ProbeResult, ProbeSpec
 from eagle3_core.errors import EXIT_OK, EXIT_STEP_FAILED, EXIT_USER_ERROR, Eagle3Error, StepError
-from eagle3_core.host.engine_info import EngineVersions, engine_versions
+from eagle3_core.host.engine_environment import capture_engine_config
+from eagle3_core.host.engine_info import EngineVersions, capture_versions
 from eagle3_core.host.process import run_step
 
 TIMEOUT_SECONDS = {"cpu": 240.0, "cuda": 90.0}
@@ -57,7 +58,7 @@ def probe_all(
     Raises:
         HostError: the engine environment does not run.
     """
-    versions = engine_versions(config.engine)
+    versions = capture_versions(config)
     limit = timeout_seconds or TIMEOUT_SECONDS[config.engine.device]
 
     def probe(name: str) -> ProbeResult:
@@ -92,7 +93,13 @@ def probe_one(
     started = time.monotonic()
     spec = ProbeSpec(config=config, target_config=target_config, folder=str(folder / "scratch"))
     try:
-        return run_step("probe", spec, engine=config.engine, folder=folder, timeout_seconds=timeout_seconds)
+        return run_step(
+            "probe",
+            spec,
+            engine=capture_engine_config(config),
+            folder=folder,
+            timeout_seconds=timeout_seconds,
+        )
     except StepError as error:
         return ProbeResult(
             outcome="failed",

@@ -99,7 +99,9 @@ def probe_config(config: RunConfig, folder: str, small: dict[str, Any]) -> RunCo
                     "aux_layer_ids": None,
                 }
             ),
-            "capture": config.capture.model_copy(update={"max_batched_tokens": batched_tokens}),
+            "capture": config.capture.model_copy(
+                update={"max_batched_tokens": batched_tokens, "sglang_port": None}
+            ),
             "engine": config.engine.model_copy(
                 update={
                     "max_num_seqs": 8,
@@ -117,6 +119,11 @@ def probe_config(config: RunConfig, folder: str, small: dict[str, Any]) -> RunCo
 def probe_key(config: RunConfig, target_config: dict[str, Any], versions: EngineVersions) -> str:
     """What an answer is remembered by: everything that could change it.
 
+    Args:
+        config: the run's.
+        target_config: the target's `config.json`.
+        versions: of the environment that captures.
+
     Raises:
         TargetError: a wrapper of which no miniature can be made.
     """
@@ -125,6 +132,7 @@ def probe_key(config: RunConfig, target_config: dict[str, Any], versions: Engine
         "engine": versions.capture_engine(config),
         "packages": {name: versions.packages.get(name) for name in ("torch", "transformers")},
         "device": config.engine.device,
+        "sglang": [config.capture.sglang_hooks, config.capture.sglang_attention_backend],
         "tensor_parallel_size": tensor_parallel_size(config),
         "captures_embedding": 0 in (config.target.aux_layer_ids or ()),
         "miniature": miniature_config(target_config, tensor_parallel_size(config)),
