@@ -19,6 +19,7 @@ from eagle3_core.config import RunConfig, Stage
 from eagle3_core.contracts import (
     RESULT_TYPES,
     BenchmarkResult,
+    ExtractResult,
     PrepareResult,
     ProgressEvent,
     StepName,
@@ -222,6 +223,20 @@ def _prepare(run: _Run) -> StageOutcome:
     return outcome
 
 
+def _extract(run: _Run) -> StageOutcome:
+    """Say what the engines went through beside what they made."""
+    outcome = _make("extract")(run)
+    result = ExtractResult.model_validate(outcome.result)
+    message = outcome.message
+    if result.num_restarts and not outcome.reused:
+        message += f"; {result.num_restarts} engines died and were replaced"
+    if result.quarantined:
+        keys = ", ".join(one.key for one in result.quarantined[:MAX_LISTED])
+        message += f"; {len(result.quarantined)} samples quarantined ({keys})"
+    details = {"quarantined": [one.model_dump() for one in result.quarantined]} if result.quarantined else {}
+    return outcome.model_copy(update={"message": message, "details": details})
+
+
 def _verify(run: _Run) -> StageOutcome:
     """Check sizes and hashes of the capture first, without an engine."""
     plan = plan_run(run.config)
@@ -348,7 +363,7 @@ _HANDLERS: dict[Stage, Callable[[_Run], StageOutcome]] = {
     "preflight": _preflight,
     "plan": _plan,
     "prepare": _prepare,
-    "extract": _make("extract"),
+    "extract": _extract,
     "verify": _verify,
     "train": _train,
     "export": _make("export"),

@@ -6,6 +6,8 @@ import shutil
 
 import pytest
 
+from eagle3_core import pipeline
+from eagle3_core.contracts import ExtractResult, Rejection
 from eagle3_core.errors import EXIT_STEP_FAILED, StepError
 from eagle3_core.host.run_folder import RunFolder, create_run_folder
 from eagle3_core.pipeline import StageError, run_stage
@@ -237,3 +239,16 @@ def test_a_secret_of_the_profile_is_not_written_into_the_run_folder(tmp_path):
     texts = [path.read_text() for path in run.path.rglob("*") if path.is_file()]
     assert not [text for text in texts if "hf_4711472847" in text]
     assert [text for text in texts if "plain-value" in text]
+
+
+def test_quarantined_samples_are_named_where_the_stage_is_reported(monkeypatch):
+    result = ExtractResult(
+        num_shards=1, num_new_shards=1, num_samples=7, num_tokens=60, bytes=10, captured_tokens=60,
+        seconds=1.0, tokens_per_second=60.0, num_restarts=2,
+        quarantined=[Rejection(key="q7", reason="killed vllm 1 twice")],
+    )  # fmt: skip
+    made = pipeline.StageOutcome(stage="extract", message="made", result=result.model_dump(mode="json"))
+    monkeypatch.setattr(pipeline, "_make", lambda stage: lambda run: made)
+    outcome = pipeline._HANDLERS["extract"](None)
+    assert outcome.message == "made; 2 engines died and were replaced; 1 samples quarantined (q7)"
+    assert outcome.details == {"quarantined": [{"key": "q7", "reason": "killed vllm 1 twice"}]}
