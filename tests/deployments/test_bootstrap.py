@@ -22,6 +22,13 @@ bootstrap: Any = load_script("deployments/bootstrap.py")
 Usage = namedtuple("Usage", "total used free")
 
 
+def test_the_environment_of_sglang_is_made_only_when_it_is_asked_for(tmp_path: Path) -> None:
+    assert [made.name for made in bootstrap.environments(tmp_path)] == ["orchestrator", "engine-cpu"]
+    (sglang,) = bootstrap.sglang_environments(tmp_path)
+    assert (sglang.name, sglang.has_project) == ("engine-sglang-cpu", False)
+    assert all((bootstrap.LOCKS / name).is_file() for name in sglang.locks)
+
+
 def tiny_wheel(folder: Path, version: str) -> Path:
     """A package with nothing in it."""
     path = folder / f"tiny-{version}-py3-none-any.whl"

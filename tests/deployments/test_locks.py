@@ -36,7 +36,9 @@ def wanted(name: str) -> set[str]:
     return {re.split(r"[<>=!~; ]", line)[0].lower() for line in lines}
 
 
-@pytest.mark.parametrize("name", ["orchestrator.txt", "engine-cpu.txt", "engine-cuda-libs.txt"])
+@pytest.mark.parametrize(
+    "name", ["orchestrator.txt", "engine-cpu.txt", "engine-sglang-cpu.txt", "engine-cuda-libs.txt"]
+)
 def test_every_requirement_has_one_version_and_a_hash(name: str) -> None:
     for package, texts in blocks(name).items():
         for text in texts:
@@ -47,17 +49,26 @@ def test_every_requirement_has_one_version_and_a_hash(name: str) -> None:
 def test_torch_is_pinned_alone_and_without_a_hash() -> None:
     assert blocks("engine-torch.txt") == {"torch": ["torch==2.13.0\n"]}
     assert "torch" not in blocks("engine-cpu.txt")
+    assert "torch" not in blocks("engine-sglang-cpu.txt")
 
 
 def test_the_libraries_of_the_cuda_build_are_in_their_own_file() -> None:
     assert not [package for package in blocks("engine-cpu.txt") if CUDA.match(package)]
     assert all(CUDA.match(package) for package in blocks("engine-cuda-libs.txt"))
+    assert [package for package in blocks("engine-sglang-cpu.txt") if CUDA.match(package)] == ["triton"]
+    assert (
+        blocks("engine-sglang-cpu.txt")["triton"][0].split()[0]
+        == (blocks("engine-cuda-libs.txt")["triton"][0].split()[0])
+    )
 
 
 def test_locks_hold_what_was_asked_for_and_not_what_was_excluded() -> None:
     engine = set(blocks("engine-cpu.txt")) | set(blocks("engine-torch.txt"))
     assert wanted("engine-cpu.in") <= engine
     assert not engine & EXCLUDED
+    sglang = set(blocks("engine-sglang-cpu.txt")) | set(blocks("engine-torch.txt"))
+    assert {name.replace("_", "-") for name in wanted("engine-sglang-cpu.in")} <= sglang
+    assert not sglang & EXCLUDED
     assert wanted("orchestrator.in") <= set(blocks("orchestrator.txt"))
     assert "torch" not in blocks("orchestrator.txt")
 
