@@ -40,11 +40,11 @@ class MemoryNeed(BaseModel):
         return " + ".join(f"{size / GIB:.1f} GiB of {name}" for name, size in parts.items() if size)
 
 
-def weight_bytes(config: RunConfig, target: TargetInfo) -> int:
+def weight_bytes(target: TargetInfo, dtype: str) -> int:
     """Bytes of the loaded weights: as stored where quantised, otherwise all in the compute dtype."""
     if target.quantization_facts is not None or target.num_parameters is None:
         return target.weights_bytes
-    return target.num_parameters * DTYPE_BYTES[config.target.dtype]
+    return target.num_parameters * DTYPE_BYTES[dtype]
 
 
 def kv_bytes(config: RunConfig, target: TargetInfo, tokens: int) -> int:
@@ -81,7 +81,7 @@ def need_on_host(config: RunConfig, target: TargetInfo, capture_bytes: int) -> M
         return MemoryNeed(weights=0, kv_cache=0, states=states)
     caches = 1 if config.capture.engine == "reference" else replicas
     return MemoryNeed(
-        weights=replicas * weight_bytes(config, target),
+        weights=replicas * weight_bytes(target, config.target.dtype),
         kv_cache=caches * int(config.engine.kv_cache_gib * GIB),
         states=states,
     )
@@ -96,7 +96,7 @@ def need_on_gpu(config: RunConfig, target: TargetInfo) -> MemoryNeed:
     attention = target.attention
     heads = 1 if attention is None or attention.latent_size else attention.num_kv_heads or 1
     return MemoryNeed(
-        weights=weight_bytes(config, target) // parallel,
+        weights=weight_bytes(target, config.target.dtype) // parallel,
         kv_cache=kv_bytes(config, target, tokens) // min(parallel, heads),
         states=tokens * state_bytes_per_token(config, target),
     )

@@ -54,6 +54,7 @@ class ReferenceModel:
         trust_remote_code: let transformers run code of the target.
 
     Raises:
+        HostError: the device has too little memory.
         TargetError: transformers cannot load it, or its decoder layers cannot be told.
     """
 
@@ -64,7 +65,7 @@ class ReferenceModel:
         self.info = info
         self.num_layers = info.num_layers
         self.device = torch.device(device)
-        self._model: PreTrainedModel = load_reference(info, dtype, trust_remote_code).to(self.device)
+        self._model: PreTrainedModel = load_reference(info, dtype, self.device, trust_remote_code)
         self._layers = find_decoder_layers(self._model, info.num_layers, info.hidden_size)
         self._gives_masks: bool | None = None
         logger.info("loaded %s in transformers in %.1f s", info.path, time.monotonic() - started)

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from eagle3_core.errors import TargetError
+from eagle3_core.errors import HostError, TargetError
+from eagle3_core.host.inspect import inspect_host
+from eagle3_core.memory import GIB, weight_bytes
 from eagle3_core.target.info import TargetInfo
 
 if TYPE_CHECKING:
@@ -31,14 +33,18 @@ MAX_REASON = 160
 logger = logging.getLogger(__name__)
 
 
-def load_reference(info: TargetInfo, dtype: str, trust_remote_code: bool) -> PreTrainedModel:
-    """The target in transformers, in `dtype`, on the CPU, ready for inference.
+def load_reference(
+    info: TargetInfo, dtype: str, device: torch.device, trust_remote_code: bool
+) -> PreTrainedModel:
+    """The target in transformers, in `dtype`, on `device`, ready for inference.
 
     Raises:
+        HostError: the device has less memory than the weights need.
         TargetError: transformers cannot load it in any of the ways, or weights are missing.
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+    check_room(info, dtype, device)
     options: dict[str, Any] = {
         "dtype": getattr(torch, dtype), "trust_remote_code": trust_remote_code, "output_loading_info": True,
     }  # fmt: skip
@@ -58,8 +64,27 @@ def load_reference(info: TargetInfo, dtype: str, trust_remote_code: bool) -> Pre
             logger.info("transformers does not load %s as %s", info.path, way)
         else:
             logger.info("transformers loads %s as %s", info.path, way)
-            return model.eval()
+            return model.eval().to(device)
     raise TargetError(f"transformers cannot load {info.path} ({'; '.join(reasons)})")
+
+
+def check_room(info: TargetInfo, dtype: str, device: torch.device) -> None:
+    """Refuse a target whose weights are larger than the free memory of the device.
+
+    Raises:
+        HostError: found and needed.
+    """
+    needed = weight_bytes(info, dtype)
+    if device.type == "cuda":
+        where, free = "the GPU", torch.cuda.mem_get_info(device)[0]
+    else:
+        where, free = "the host", inspect_host().memory_available_bytes
+    if needed > free:
+        raise HostError(
+            f"{where} has {free / GIB:.1f} GiB of memory free for the reference",
+            expected=f"at least {needed / GIB:.1f} GiB for the weights of {info.path} in {dtype}",
+            remedy="take a larger host, or set verify.reference_samples to 0 and capture with an engine",
+        )
 
 
 def _load_text_alone(info: TargetInfo, options: dict[str, Any]) -> Any:

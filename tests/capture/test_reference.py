@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from eagle3_core.capture.job import CaptureJob, capture_layout
@@ -18,6 +19,7 @@ from eagle3_core.capture.reference_batch import Batching
 from eagle3_core.errors import CaptureError
 from eagle3_core.store.shards import CapturedSample, ShardReader, plan_shards
 from eagle3_core.target.info import inspect_target
+from eagle3_core.target.weights import FinalHead
 from tests.capture.runs import make_samples, run_config
 from tests.tiny import make_tiny_target
 
@@ -152,3 +154,18 @@ def test_a_capture_in_batches_stores_what_one_sample_at_a_time_stores(
         assert ours.key == theirs.key
         assert difference(ours.aux_states, theirs.aux_states) < 1e-5
         assert difference(ours.final_states, theirs.final_states) < 1e-5
+
+
+def test_the_stored_final_state_is_before_the_final_norm_and_says_so(tmp_path: Path) -> None:
+    target = make_tiny_target(tmp_path / "target")
+    info = inspect_target(target)
+    stored = captured(tmp_path / "single", target, "single")
+    head, model = FinalHead(info), ReferenceModel(info, "float32")
+    for sample in stored:
+        _, logits = model.forward(sample.input_ids, ())
+        rebuilt = head.final_logits(sample.final_states)
+        assert torch.equal(rebuilt.argmax(-1), logits.argmax(-1))
+        assert (rebuilt - logits).abs().max() < 1e-4
+    with safe_open(next((tmp_path / "single").glob("*.safetensors")), framework="pt") as shard:
+        description = json.loads(shard.metadata()["eagle3_shard"])
+    assert description["final_state_norm"] == "before the final norm"

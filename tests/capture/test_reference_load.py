@@ -17,8 +17,9 @@ from eagle3_core.capture.miniature import make_miniature
 from eagle3_core.capture.miniature_config import miniature_config
 from eagle3_core.capture.reference import ReferenceModel
 from eagle3_core.capture.reference_load import find_decoder_layers
-from eagle3_core.errors import TargetError
+from eagle3_core.errors import HostError, TargetError
 from eagle3_core.target.info import inspect_target
+from tests.capture.wrapped import wrap
 from tests.tiny import make_tiny_target
 
 pytestmark = pytest.mark.engine
@@ -26,27 +27,6 @@ pytestmark = pytest.mark.engine
 IDS = torch.arange(3, 40)
 NUM_LAYERS = 3
 KIMI = Path(__file__).parents[2] / "eagle3_core" / "capture" / "architectures" / "kimi-k2.5.json"
-
-
-def wrap(plain: Path, folder: Path, rename: dict[str, str], towers: dict[str, torch.Tensor]) -> Path:
-    """The plain target inside a wrapper that transformers has no class for."""
-    folder.mkdir()
-    config = json.loads((plain / "config.json").read_text())
-    wrapper = {"architectures": ["UnheardOf"], "model_type": "unheard_of", "text_config": config}
-    wrapper["vision_config"] = {"num_hidden_layers": NUM_LAYERS}
-    (folder / "config.json").write_text(json.dumps(wrapper))
-    tensors = dict(towers)
-    for name, tensor in load_file(plain / "model.safetensors").items():
-        start = next(start for start in rename if name.startswith(start))
-        tensors[rename[start] + name.removeprefix(start)] = tensor
-    names = sorted(tensors)
-    files = {name: f"model-{index % 2}.safetensors" for index, name in enumerate(names)}
-    for file in set(files.values()):
-        part = {name: tensors[name] for name in names if files[name] == file}
-        save_file(part, folder / file, metadata={"format": "pt"})
-    index = {"metadata": {"total_size": 0}, "weight_map": files}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    return folder
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -164,3 +144,17 @@ def test_a_weight_that_no_file_has_is_refused_and_not_made_up(tmp_path: Path) ->
         TargetError, match=r"no weights for 1 parameters, e.g. model\.layers\.1\.mlp\.up_proj"
     ):
         ReferenceModel(inspect_target(folder), "float32")
+
+
+def test_a_target_without_room_for_its_weights_is_refused_before_loading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = inspect_target(make_tiny_target(tmp_path, num_layers=1))
+    huge = info.model_copy(update={"num_parameters": 10**15})
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("loaded")
+
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", refuse)
+    with pytest.raises(HostError, match=r"the host has .*expected at least 1862645\.1 GiB for the weights"):
+        ReferenceModel(huge, "bfloat16")

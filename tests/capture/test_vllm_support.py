@@ -9,9 +9,13 @@ from typing import Any
 
 import pytest
 
+from eagle3_core.capture.job import CaptureJob, capture_layout
+from eagle3_core.capture.vllm_engine import capture_with_vllm
 from eagle3_core.capture.vllm_support import check_embedding_state, check_vllm_support, unsupported_reason
 from eagle3_core.errors import CaptureError
+from eagle3_core.store.shards import plan_shards
 from eagle3_core.target.info import TargetInfo, inspect_target
+from tests.capture.runs import make_samples, run_config
 from tests.target.files import LLAMA, write_sharded
 
 pytestmark = pytest.mark.engine
@@ -48,6 +52,22 @@ def test_gemma_3_is_refused_with_architecture_and_version(tmp_path: Path) -> Non
     assert "set capture.engine to sglang or reference" in message
     assert "\n" not in message
     assert time.monotonic() - started < 30
+
+
+def test_a_capture_of_gemma_3_ends_before_the_engine_is_loaded(tmp_path: Path) -> None:
+    folder = tmp_path / "target"
+    info = target(folder, real("gemma-3"))
+    settings, samples = run_config(tmp_path, folder), make_samples([8, 9])
+    layout = capture_layout(settings, info)
+    job = CaptureJob(
+        engine="vllm-test",
+        dataset_folder=str(tmp_path),
+        folder=str(tmp_path / "session"),
+        layout=layout,
+        shards=tuple(plan_shards(samples, layout, 4096)),
+    )
+    with pytest.raises(CaptureError, match=r"has no EAGLE-3 support.*Gemma3ForCausalLM"):
+        next(capture_with_vllm(settings, info, job, samples, lambda count: None))
 
 
 def test_a_wrapper_whose_language_model_lacks_the_interface_is_refused(tmp_path: Path) -> None:

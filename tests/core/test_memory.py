@@ -44,11 +44,11 @@ def with_attention(target: TargetInfo, **fields: Any) -> TargetInfo:
 
 
 def test_plain_weights_count_in_the_compute_dtype_and_quantised_ones_as_stored(target: TargetInfo) -> None:
-    assert weight_bytes(config(), target) == 2 * NUM_PARAMETERS
+    assert weight_bytes(target, "bfloat16") == 2 * NUM_PARAMETERS
     quantised = {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128}}
     folder = write_sharded(Path(target.path) / "q", LLAMA | quantised, LLAMA_FILES)
     info = inspect_target(folder)
-    assert weight_bytes(config(), info) == info.weights_bytes > 4 * NUM_PARAMETERS
+    assert weight_bytes(info, "bfloat16") == info.weights_bytes > 4 * NUM_PARAMETERS
 
 
 def test_keys_and_values_of_a_sequence(target: TargetInfo) -> None:
