@@ -11,6 +11,7 @@ Four layers, ids in this convention:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from eagle3_core.errors import TargetError
@@ -48,10 +49,15 @@ def resolve_aux_layer_ids(wanted: Sequence[int] | None, num_layers: int) -> tupl
     if wanted is None:
         return default_aux_layer_ids(num_layers)
     ids = tuple(wanted)
-    outside = [k for k in ids if not 0 <= k < num_layers]
-    if outside or len(set(ids)) != len(ids) or list(ids) != sorted(ids) or len(ids) != NUM_AUX_LAYERS:
+    problems = [f"{k} is no layer" for k in ids if not 0 <= k < num_layers]
+    problems += [f"{k} is there {count} times" for k, count in Counter(ids).items() if count > 1]
+    if list(ids) != sorted(ids):
+        problems.append("not increasing")
+    if len(ids) != NUM_AUX_LAYERS:
+        problems.append(f"{len(ids)} ids")
+    if problems:
         raise TargetError(
-            f"target.aux_layer_ids {list(ids)} cannot be captured",
+            f"target.aux_layer_ids {list(ids)} cannot be captured ({', '.join(problems)})",
             expected=f"{NUM_AUX_LAYERS} distinct, increasing ids from 0 to {num_layers - 1}",
         )
     return ids

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+STORAGE = "/storage/"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 API = re.compile(r"/api/models/(?P<repo>[^/]+/[^/?]+)(/revision/(?P<revision>[^/?]+))?(\?.*)?")
 FILE = re.compile(r"/(?P<repo>[^/]+/[^/?]+)/resolve/(?P<revision>[^/]+)/(?P<file>[^?]+)")
@@ -38,6 +39,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.server.tokens.add(self.headers.get("Authorization"))
+        if self.path.startswith(STORAGE):
+            self._send_file(self.server.root / self.path.removeprefix(STORAGE))
+            return
         listing, file = API.fullmatch(self.path), FILE.fullmatch(self.path)
         found = listing or file
         folder = self.server.root / found["repo"] if found else None
@@ -49,10 +53,19 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(404, "RevisionNotFound")
         elif file is None:
             self._list(found["repo"], folder)
-        elif (folder / file["file"]).is_file():
-            self._send_file(folder / file["file"])
-        else:
+        elif not (folder / file["file"]).is_file():
             self._refuse(404, "EntryNotFound")
+        elif file["file"].endswith(".safetensors"):
+            self._redirect(f"/storage/{found['repo']}/{file['file']}")
+        else:
+            self._send_file(folder / file["file"])
+
+    def _redirect(self, place: str) -> None:
+        """Large files lie elsewhere, as on the real hub."""
+        self.send_response(302)
+        self.send_header("Location", place)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
 
     def _list(self, repository: str, folder: Path) -> None:
         siblings = [{"rfilename": f.name, "size": f.stat().st_size} for f in sorted(folder.iterdir())]

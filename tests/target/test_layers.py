@@ -30,5 +30,10 @@ def test_ids_that_cannot_be_captured_are_refused_up_front(ids: tuple[int, ...]) 
         resolve_aux_layer_ids(ids, 8)
 
 
+def test_what_is_wrong_with_ids_is_said() -> None:
+    with pytest.raises(TargetError, match=r"99 is no layer, 2 is there 2 times, not increasing, 4 ids\)"):
+        resolve_aux_layer_ids([2, 99, 2, 4], 8)
+
+
 def test_explicit_ids_are_kept_and_zero_is_the_embedding_output() -> None:
     assert resolve_aux_layer_ids([0, 1, 3], 4) == (0, 1, 3)
