@@ -127,6 +127,17 @@ class Worker:
             raise CaptureError(f"the {self._mode} engine ended at `{command}`:\n{tail}")
         return answer
 
+    def cpu_seconds(self) -> float:
+        """Processor time that the process and its children have used."""
+        used = 0.0
+        for process in _family(self._process.pid):
+            try:
+                times = process.cpu_times()
+            except psutil.NoSuchProcess:
+                continue
+            used += times.user + times.system
+        return used
+
     def close(self) -> None:
         """End the process and its children."""
         assert self._process.stdin is not None
@@ -231,7 +242,9 @@ def measure(options: argparse.Namespace, target: Path, folder: Path) -> dict[str
         rounds: dict[str, list[dict[str, Any]]] = {mode: [] for mode in MODES}
         for number in range(options.repeats + 1):
             for mode in MODES if number % 2 == 0 else reversed(MODES):
+                before = workers[mode].cpu_seconds()
                 answer = workers[mode].ask(f"round {number}")
+                answer["cpu_seconds"] = workers[mode].cpu_seconds() - before
                 if number:
                     rounds[mode].append(answer)
     finally:
@@ -253,10 +266,12 @@ def summary(rounds: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     speeds = {mode: [taken["tokens"] / taken["seconds"] for taken in rounds[mode]] for mode in MODES}
     ratios = [c / p for c, p in zip(speeds["capture"], speeds["plain"], strict=True)]
     captured = rounds["capture"]
+    cpu = {mode: sum(taken["cpu_seconds"] for taken in rounds[mode]) for mode in MODES}
     return {
         "tokens_per_second": {mode: statistics.median(speeds[mode]) for mode in MODES},
         "ratio": statistics.median(ratios),
         "round_ratios": ratios,
+        "cpu_seconds": cpu,
         "stored_bytes": statistics.median(taken["stored_bytes"] for taken in captured),
         "num_shards": captured[0]["num_shards"],
         "most_in_flight": max(taken["most_in_flight"] for taken in captured),
@@ -265,7 +280,7 @@ def summary(rounds: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
 
 
 def print_table(options: argparse.Namespace, result: dict[str, Any]) -> None:
-    """Show the result; on shared cores only the ratios say something."""
+    """Show the result; on shared cores the ratio of processor times says most."""
     print(
         f"{result['engine']} on {result['device']}, {options.shape}: {options.repeats} rounds of "
         f"{options.num_prompts} prompts of {options.prompt_tokens:,} tokens"
@@ -279,6 +294,12 @@ def print_table(options: argparse.Namespace, result: dict[str, Any]) -> None:
         )
     by_round = ", ".join(f"{ratio:.3f}" for ratio in result["round_ratios"])
     print(f"ratio {result['ratio']:.3f} (by round {by_round})")
+    if options.device == "cpu":
+        used = result["cpu_seconds"]
+        print(
+            f"processor time {used['plain']:.1f} s and {used['capture']:.1f} s: "
+            f"ratio {used['plain'] / used['capture']:.3f}"
+        )
     print(
         f"stored {result['stored_bytes'] / 1e9:.2f} GB a round in {result['num_shards']} shards, at most "
         f"{result['most_in_flight']} in flight; the last one {result['last_write_seconds']:.2f} s after the "

@@ -43,6 +43,7 @@ def taken(seconds: float, last_token_seconds: float, stored_bytes: int = 0, most
         "stored_bytes": stored_bytes,
         "num_shards": 2,
         "most_in_flight": most_in_flight,
+        "cpu_seconds": 2 * seconds,
     }
 
 
@@ -57,4 +58,5 @@ def test_the_ratio_is_the_median_over_rounds_side_by_side():
     assert result["ratio"] == pytest.approx(0.8)
     assert result["tokens_per_second"] == pytest.approx({"plain": 500.0, "capture": 400.0})
     assert result["most_in_flight"] == 3
+    assert result["cpu_seconds"] == pytest.approx({"plain": 14.0, "capture": 15.5})
     assert result["last_write_seconds"] == pytest.approx(0.25)
