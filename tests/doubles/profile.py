@@ -37,7 +37,7 @@ def stand_in_profile(folder: Path, fault: dict[str, str] | None = None, **change
         "workspace": str(folder / "workspace"),
     }
     for key, value in changes.items():
-        section = document[key]
+        section = document.get(key)
         document[key] = section | value if isinstance(section, dict) else value
     path = folder / "profile.yaml"
     path.write_text(yaml.safe_dump(document))
