@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle3_core.artifacts import FileEntry
-from eagle3_core.capture.job import MAX_SHARDS_IN_FLIGHT, CaptureJob, iter_take
+from eagle3_core.capture.job import MAX_SHARDS_IN_FLIGHT, CaptureJob, EngineEndedError, iter_take
 from eagle3_core.capture.sglang_batch import check_rid, sample_rid
 from eagle3_core.capture.sglang_plan import (
     READY_NAME,
@@ -111,8 +111,14 @@ class SglangDriver:
             CaptureError: one does not, or none of them was attached.
         """
         ids = self._samples[self._job.shards[0].start].input_ids[:CHECK_TOKENS].tolist()
-        for number in range(count):
-            self._await(self._engine.send(check_rid(number), ids))
+        try:
+            for number in range(count):
+                self._await(self._engine.send(check_rid(number), ids))
+        except EngineEndedError as error:
+            raise CaptureError(
+                f"{self._job.engine} ended in its first forward pass of this target",
+                remedy="see the log above; another sglang_attention_backend or capture.engine may do better",
+            ) from error
         deadline = time.monotonic() + CHECK_SECONDS
         while not (Path(self._job.folder) / READY_NAME).exists():
             self._job.raise_failure()
