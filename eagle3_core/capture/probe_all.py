@@ -34,7 +34,8 @@ from eagle3_core.host.process import run_step
 TIMEOUT_SECONDS = {"cpu": 240.0, "cuda": 90.0}
 """For each architecture, by device: a CPU may have other work."""
 PROCESSES = {"cpu": 1, "cuda": 2}
-"""At once, by device: two miniatures share a GPU."""
+"""At once, by device: two miniatures share a GPU. An engine may then misjudge its memory when the other ends:
+what failed in company is asked again alone."""
 
 OnResult = Callable[[str, ProbeResult], None]
 
@@ -67,8 +68,12 @@ def probe_all(
             on_result(name, result)
         return result
 
-    with ThreadPoolExecutor(PROCESSES[config.engine.device]) as pool:
+    num_processes = PROCESSES[config.engine.device]
+    with ThreadPoolExecutor(num_processes) as pool:
         results = dict(zip(names, pool.map(probe, names), strict=True))
+    if num_processes > 1:
+        again = [name for name, one in results.items() if one.outcome == "failed" and one.seconds < limit]
+        results |= {name: probe(name) for name in again}
     devices = [result.device for result in results.values() if result.layers]
     return ProbeRecord(
         probe_version=PROBE_VERSION,
