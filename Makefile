@@ -15,7 +15,7 @@ ENGINE := .envs/engine-cpu
 PRELOAD = LD_PRELOAD=$(wildcard $(CURDIR)/$(ENGINE)/lib/libiomp5.so)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-sglang demo test test-orchestrator test-engine test-sglang lint docs lock clean
+.PHONY: help setup setup-sglang demo test test-orchestrator test-engine test-sglang lint docs compatibility lock clean
 
 help:  ## List what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -54,6 +54,9 @@ lint: setup  ## Check style and types
 
 docs: setup  ## Make docs/configuration.md again from the configuration models
 	$(BIN)/python docs/make_configuration.py
+
+compatibility: setup  ## Make docs/compatibility.md again from the records of probes in docs/compatibility
+	$(BIN)/python docs/make_compatibility.py
 
 lock:  ## Compile the lock files again with uv
 	$(PYTHON) -m venv .envs/uv

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from eagle3_core.capture.probe_all import probe_all
 from eagle3_core.capture.probe_plan import PROBE_TIMEOUT_SECONDS, known_architectures
-from eagle3_core.capture.probe_record import GOOD, MARKS, ProbeRecord, result_line
+from eagle3_core.capture.probe_record import GOOD, MARKS, ProbeRecord, result_line, write_record
 from eagle3_core.config import RunConfig, TargetConfig
 from eagle3_core.contracts import ProbeResult, ProbeSpec, ProgressEvent
 from eagle3_core.errors import EXIT_OK, EXIT_STEP_FAILED, EXIT_USER_ERROR
@@ -69,8 +69,7 @@ def probe_known(config: RunConfig, record_path: Path | None, as_json: bool) -> i
 
     record = probe_all(config, list(known_architectures()), _logs(config) / "probes", on_result=show)
     if record_path is not None:
-        record_path.parent.mkdir(parents=True, exist_ok=True)
-        record_path.write_text(record.model_dump_json(indent=1) + "\n")
+        write_record(record_path, record)
     if as_json:
         print(record.model_dump_json(indent=1))
     else:

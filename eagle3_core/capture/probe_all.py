@@ -23,7 +23,7 @@ from eagle3_core.capture.probe_plan import (
     probe_dtype,
     tensor_parallel_size,
 )
-from eagle3_core.capture.probe_record import ProbeRecord, result_line
+from eagle3_core.capture.probe_record import ProbeRecord, result_line, write_record
 from eagle3_core.config import RunConfig
 from eagle3_core.contracts import ProbeResult, ProbeSpec
 from eagle3_core.errors import EXIT_OK, EXIT_STEP_FAILED, EXIT_USER_ERROR, Eagle3Error, StepError
@@ -141,8 +141,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"probe: {error}", file=sys.stderr)
         return EXIT_USER_ERROR
     if options.record:
-        options.record.parent.mkdir(parents=True, exist_ok=True)
-        options.record.write_text(record.model_dump_json(indent=1) + "\n")
+        write_record(options.record, record)
     return EXIT_OK if record.is_right else EXIT_STEP_FAILED
 
 

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from eagle3_core.contracts import ProbeResult
 from eagle3_core.errors import StoreError
+from eagle3_core.store.files import write_atomic
 
 ENGINE_NAMES = {"vllm": "vLLM", "sglang": "SGLang", "reference": "reference"}
 GOOD = ("ok", "unsupported")
@@ -62,6 +63,23 @@ def read_records(folder: Path) -> list[ProbeRecord]:
         except (OSError, ValidationError) as error:
             raise StoreError(f"{path} is not a record of probes ({error})") from error
     return records
+
+
+def write_record(path: Path, record: ProbeRecord) -> None:
+    """Write a record; results of an earlier one of the same environment stay for what was not asked now."""
+    try:
+        earlier = ProbeRecord.model_validate_json(path.read_bytes())
+    except (OSError, ValidationError):
+        earlier = None
+    if earlier is not None and _environment_of(earlier) == _environment_of(record):
+        results = earlier.results | record.results
+        record = record.model_copy(update={"results": dict(sorted(results.items()))})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, record.model_dump_json(indent=1) + "\n")
+
+
+def _environment_of(record: ProbeRecord) -> dict[str, object]:
+    return record.model_dump(exclude={"results", "made_at"})
 
 
 def result_line(result: ProbeResult) -> str:
