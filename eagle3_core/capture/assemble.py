@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,9 @@ from eagle3_core.store.shards import CapturedSample, PackedShard, PlannedShard, 
 
 if TYPE_CHECKING:
     import torch
+
+NUM_WRITERS = 2
+"""Threads that hash and write: one of them is slower than a fast GPU makes states."""
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +46,7 @@ class ShardAssembler:
         samples: all samples of the dataset, in order.
         pin_memory: page-locked memory for copies from a GPU.
 
-    `place` and `filled` are called by one thread; another one writes.
+    `place` and `filled` are called by one thread; others write.
     """
 
     def __init__(self, job: CaptureJob, samples: Sequence[Sample], pin_memory: bool = False) -> None:
@@ -54,9 +57,10 @@ class ShardAssembler:
             for place, sample in enumerate(job.samples_of(shard, samples))
         }
         self._open: dict[int, _OpenShard] = {}
+        self._begun: set[int] = set()
         self._placed: set[str] = set()
         self._writing: list[Future[None]] = []
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="shard-writer")
+        self._writer = ThreadPoolExecutor(NUM_WRITERS, thread_name_prefix="shard-writer")
 
     def place(self, key: str, token_ids: Sequence[int], num_rows: int) -> CapturedSample:
         """The memory for one sample's states, to be filled and then confirmed with `filled`.
@@ -78,6 +82,7 @@ class ShardAssembler:
         check_rows(self._job.engine, sample, token_ids, num_rows)
         if shard.index not in self._open:
             self._open[shard.index] = self._begin(shard)
+            self._begun.add(shard.index)
         self._placed.add(key)
         return self._open[shard.index].packed.sample(place)
 
@@ -99,9 +104,20 @@ class ShardAssembler:
         """Wait until every shard is written; called when all samples that were asked for have come.
 
         Raises:
-            CaptureError: writing failed, or samples of a begun shard are missing.
+            CaptureError: writing failed, or as `check_whole`.
         """
         self._wait(len(self._writing))
+        self.check_whole(self._open)
+
+    def check_whole(self, indices: Iterable[int]) -> None:
+        """Called when all samples of these shards should have come.
+
+        Raises:
+            CaptureError: samples of one are missing.
+        """
+        for index in indices:
+            if index not in self._begun:
+                raise CaptureError(f"{self._job.engine} returned no states for any sample of shard {index}")
         for unfinished in self._open.values():
             names = ", ".join(sorted(unfinished.missing)[:5])
             raise CaptureError(

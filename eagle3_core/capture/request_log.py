@@ -1,7 +1,7 @@
 """What the scheduler's side of the connector notes of requests; imports no engine.
 
-A request names its sample and carries nothing else. A request that asks to drain is answered only after all
-states of requests that finished before it are on disk.
+A request names its sample and carries nothing else. A request that asks to flush is answered only after all
+states of requests that finished before it have left the engine.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from eagle3_core.capture.job import Journal
 
 SAMPLE_PARAMETER = "eagle3_sample"
-DRAIN_PARAMETER = "eagle3_drain"
+FLUSH_PARAMETER = "eagle3_flush"
 
 
 @dataclass(frozen=True)
@@ -43,24 +43,24 @@ class RequestLog:
         self._finished: list[FinishedRequest] = []
         self._cached_tokens: dict[str, int] = {}
 
-    def started(self, new_requests: Iterable[Any]) -> bool:
-        """Note requests that run for the first time; returns whether one of them asks to drain.
+    def started(self, new_requests: Iterable[Any]) -> list[int] | None:
+        """Note requests that run for the first time; returns the shards that one of them asks to flush.
 
         What is computed already when a request starts was found in a prefix cache.
         """
-        drain = False
+        flush: list[int] | None = None
         for new in new_requests:
             parameters = _transfer_parameters(new.sampling_params)
-            drain = drain or bool(parameters.get(DRAIN_PARAMETER))
+            flush = parameters.get(FLUSH_PARAMETER, flush)
             if SAMPLE_PARAMETER in parameters:
                 self._cached_tokens[new.req_id] = new.num_computed_tokens
                 self._journal.started(parameters[SAMPLE_PARAMETER])
-        return drain
+        return flush
 
     def finished(self, request: Any, block_ids: list[int]) -> bool:
         """Note a finished request; returns whether its blocks must stay until the worker has copied them.
 
-        Requests without a sample (warm-up, drain), and requests that were aborted before all of their prompt
+        Requests without a sample (warm-up, flush), and requests that were aborted before all of their prompt
         was computed, leave nothing behind.
         """
         sample = (request.kv_transfer_params or {}).get(SAMPLE_PARAMETER)

@@ -44,20 +44,20 @@ class StatesWorker:
         self._copies: list[tuple[FinishedRequest, torch.cuda.Event | None]] = []
         self._failed = False
 
-    def step(self, finished: Sequence[FinishedRequest], drain: bool) -> set[str]:
+    def step(self, finished: Sequence[FinishedRequest], flush: Sequence[int] | None = None) -> set[str]:
         """Handle one engine step; returns the ids of requests whose blocks may be freed.
 
         Args:
             finished: requests that have finished since the last step.
-            drain: wait until all of their shards are on disk.
+            flush: nothing else is in flight: wait for all copies; of these shards no sample may be missing.
         """
         try:
             if not self._failed:
                 for request in finished:
                     self._copies.append((request, self._begin_copy(request)))
-                done = self._confirm(wait=drain)
-                if drain:
-                    self._assembler.drain()
+                done = self._confirm(wait=flush is not None)
+                if flush is not None:
+                    self._assembler.check_whole(flush)
                 return done
         except Exception as error:
             logger.exception("capture failed in the engine's worker")

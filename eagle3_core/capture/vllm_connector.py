@@ -47,7 +47,7 @@ class StepMetadata(KVConnectorMetadata):
     """What the scheduler's connector tells the worker's with each engine step."""
 
     finished: list[FinishedRequest] = field(default_factory=list)
-    drain: bool = False
+    flush: list[int] | None = None
 
 
 class ShardConnector(KVConnectorBase_V1, SupportsHMA):
@@ -89,9 +89,9 @@ class ShardConnector(KVConnectorBase_V1, SupportsHMA):
         """Nothing is ever loaded."""
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """Requests that finished since the last step, and whether this step must wait for the disk."""
-        drain = self._requests.started(scheduler_output.scheduled_new_reqs)
-        return StepMetadata(self._requests.take(), drain)
+        """Requests that finished since the last step, and shards that must be whole by now."""
+        flush = self._requests.started(scheduler_output.scheduled_new_reqs)
+        return StepMetadata(self._requests.take(), flush)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Note a finished request; True keeps its blocks until `get_finished` names it."""
@@ -141,7 +141,7 @@ class ShardConnector(KVConnectorBase_V1, SupportsHMA):
             return None, None
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, StepMetadata)
-        return self._worker.step(metadata.finished, metadata.drain) or None, None
+        return self._worker.step(metadata.finished, metadata.flush) or None, None
 
     def shutdown(self) -> None:
         """End the writing thread."""

@@ -3,7 +3,7 @@
 Each sample is one request of its token ids with one new token. Requests are sent shard by shard, and those of
 a new shard only while fewer than `MAX_SHARDS_IN_FLIGHT` are unfinished, so that host memory stays bounded and
 the engine always has work. vLLM hands a request's states to the connector in an engine step after the one in
-which the request ended; where no later request causes that step, a drain request does. Samples that may have
+which the request ended; where no later request causes that step, a flush request does. Samples that may have
 killed an engine before are sent first, one at a time.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+DISK_POLL_SECONDS = 0.002
 PENDING_BATCHES = 4
 """Another shard is taken when fewer tokens than this many engine steps are waiting or being computed."""
 
@@ -152,6 +154,7 @@ class VllmDriver:
         self._sent: dict[str, Sample] = {}
         self._unfinished: list[PlannedShard] = []
         self._more = True
+        self._is_flushed = False
         self._numbers = itertools.count()
 
     def run(self) -> Iterator[tuple[PlannedShard, FileEntry]]:
@@ -165,10 +168,7 @@ class VllmDriver:
             if self._engine.has_unfinished_requests():
                 self._step()
             elif self._unfinished:
-                self._drain()
-                yield from self._take_finished()
-                self._job.raise_failure()
-                self._check_progress()
+                self._flush()
 
     def _has_room(self) -> bool:
         """Whether to ask for a shard: soon enough for the engine, late enough for other replicas."""
@@ -196,6 +196,7 @@ class VllmDriver:
             prompt = TokensPrompt(prompt_token_ids=sample.input_ids.tolist())
             self._engine.add_request(number, prompt, _sampling(eagle3_sample=sample.key))
             self._sent[number] = sample
+            self._is_flushed = False
 
     def _step(self) -> None:
         from vllm.v1.engine.exceptions import EngineDeadError
@@ -222,14 +223,19 @@ class VllmDriver:
                 remedy="turn prefix caching off",
             )
 
-    def _drain(self) -> None:
-        """Send a request that is answered when all states of earlier ones are on disk."""
+    def _flush(self) -> None:
+        """Cause the step that hands over the last states, then wait until a shard is on disk."""
         from vllm.inputs import TokensPrompt
 
-        prompt = TokensPrompt(prompt_token_ids=self._samples[0].input_ids[:1].tolist())
-        self._engine.add_request(f"drain-{next(self._numbers)}", prompt, _sampling(eagle3_drain=True))
-        while self._engine.has_unfinished_requests():
-            self._step()
+        if not self._is_flushed:
+            prompt = TokensPrompt(prompt_token_ids=self._samples[0].input_ids[:1].tolist())
+            shards = [shard.index for shard in self._unfinished]
+            number = f"flush-{next(self._numbers)}"
+            self._engine.add_request(number, prompt, _sampling(eagle3_flush=shards))
+            while self._engine.has_unfinished_requests():
+                self._step()
+            self._is_flushed = True
+        time.sleep(DISK_POLL_SECONDS)
 
     def _take_finished(self) -> Iterator[tuple[PlannedShard, FileEntry]]:
         for shard in list(self._unfinished):
@@ -237,11 +243,6 @@ class VllmDriver:
             if entry is not None:
                 self._unfinished.remove(shard)
                 yield shard, entry
-
-    def _check_progress(self) -> None:
-        if self._unfinished:
-            names = ", ".join(shard.file_name for shard in self._unfinished)
-            raise CaptureError(f"{self._job.engine} answered all requests but not all states of {names} came")
 
 
 def _load(config: RunConfig, info: TargetInfo, job: CaptureJob, arguments: dict[str, Any]) -> LLM:

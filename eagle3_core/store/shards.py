@@ -133,7 +133,8 @@ class PackedShard:
         rows = [sample.final_rows(layout.final_state) for sample in samples]
         self.offsets = [0, *accumulate(len(sample) for sample in samples)]
         self.final_offsets = [0, *accumulate(map(len, rows))]
-        self.final_rows = torch.from_numpy(np.concatenate([*rows, np.empty(0, np.int64)]))
+        final_rows = torch.from_numpy(np.concatenate([*rows, np.empty(0, np.int64)]))
+        self.final_rows = final_rows.pin_memory() if pin_memory else final_rows
         ids, masks = [s.input_ids for s in samples], [s.loss_mask for s in samples]
         self.input_ids = torch.from_numpy(np.concatenate([*ids, np.empty(0, np.int32)]).astype(np.int32))
         self.loss_mask = torch.from_numpy(np.concatenate([*masks, np.empty(0, np.uint8)]).astype(np.uint8))

@@ -41,7 +41,7 @@ def log(tmp_path: Path) -> RequestLog:
 
 
 def test_a_finished_request_keeps_its_blocks_and_is_handed_over_once(log: RequestLog) -> None:
-    assert not log.started([new_request("a", 0)])
+    assert log.started([new_request("a", 0)]) is None
     assert log.finished(request("a"), [1, 2])
     assert log.take() == [FinishedRequest("r-a", "a", [5, 6, 7], 3, [1, 2])]
     assert log.take() == []
@@ -60,9 +60,9 @@ def test_aborted_and_foreign_requests_leave_nothing(log: RequestLog) -> None:
     assert log.take() == []
 
 
-def test_a_drain_request_is_seen_when_it_starts(log: RequestLog) -> None:
-    assert log.started([new_request("a", 0), new_request("d", 0, eagle3_drain=True)])
-    assert not log.started([SimpleNamespace(req_id="w", num_computed_tokens=0, sampling_params=None)])
+def test_a_flush_request_is_seen_when_it_starts(log: RequestLog) -> None:
+    assert log.started([new_request("a", 0), new_request("d", 0, eagle3_flush=[3, 4])]) == [3, 4]
+    assert None is log.started([SimpleNamespace(req_id="w", num_computed_tokens=0, sampling_params=None)])
 
 
 @pytest.fixture
@@ -96,8 +96,9 @@ REQUESTS = [finished(2, [7, 3, 9]), finished(0, [1, 15, 4]), finished(1, [0, 2])
 
 def test_rows_are_copied_out_of_scattered_blocks(job: CaptureJob) -> None:
     worker, held = StatesWorker(job, cache()), cache().cpu()
-    done = worker.step(REQUESTS[:1], drain=False) | worker.step(REQUESTS[1:], drain=True)
+    done = worker.step(REQUESTS[:1]) | worker.step(REQUESTS[1:], flush=[0])
     assert done == {"r-0", "r-1", "r-2"}
+    worker.close()
     assert job.finished_entry(job.shards[0]) is not None
     stored = list(ShardReader(Path(job.folder) / job.shards[0].file_name))
     for which in REQUESTS:
@@ -105,7 +106,6 @@ def test_rows_are_copied_out_of_scattered_blocks(job: CaptureJob) -> None:
         rows = held[which.block_ids].flatten(0, 1)[: len(sample.input_ids)]
         assert torch.equal(sample.aux_states, rows[:, :3])
         assert torch.equal(sample.final_states, rows[sample.final_rows, 3])
-    worker.close()
 
 
 @pytest.mark.parametrize(
@@ -121,17 +121,22 @@ def test_a_mismatch_is_recorded_for_the_driver_and_the_engine_goes_on(
     job: CaptureJob, bad: FinishedRequest, message: str
 ) -> None:
     worker = StatesWorker(job, cache())
-    assert worker.step([bad], drain=False) == {"r-0"}
-    assert worker.step([REQUESTS[2]], drain=True) == {"r-1"}
+    assert worker.step([bad]) == {"r-0"}
+    assert worker.step([REQUESTS[2]], flush=[0]) == {"r-1"}
     with pytest.raises(CaptureError, match=message):
         job.raise_failure()
     worker.close()
 
 
-def test_a_drain_with_samples_missing_is_recorded(job: CaptureJob) -> None:
+@pytest.mark.parametrize(
+    ("given", "message"), [(REQUESTS[:1], "no states for 2 samples"), ([], "any sample of shard 0")]
+)
+def test_a_flush_with_samples_missing_is_recorded(
+    job: CaptureJob, given: list[FinishedRequest], message: str
+) -> None:
     worker = StatesWorker(job, cache())
-    worker.step(REQUESTS[:1], drain=True)
-    with pytest.raises(CaptureError, match="no states for 2 samples"):
+    worker.step(given, flush=[0])
+    with pytest.raises(CaptureError, match=message):
         job.raise_failure()
     worker.close()
 

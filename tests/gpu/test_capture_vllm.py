@@ -70,8 +70,9 @@ def test_every_layer_is_right_and_each_shard_is_made_once(
     for capture_id, (states, rows) in layers.items():
         found = layer_distances(capture_id, states, rows, references)
         print(
-            f"{target.name} replicas {replicas} tp {tensor_parallel} capture id {capture_id}: median "
-            f"{found.median_error:.4f} p99 {found.p99_error:.4f} nearest wrong {found.nearest_wrong_median:.4f}"
+            f"{target.name} replicas {replicas} tp {tensor_parallel} capture id {capture_id}: "
+            f"median {found.median_error:.4f} p99 {found.p99_error:.4f} "
+            f"nearest wrong {found.nearest_wrong_median:.4f}"
         )
         assert found.is_right
         assert found.median_error < 0.03
