@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import subprocess
+from collections.abc import Callable
 from functools import lru_cache
 
 from pydantic import BaseModel, ConfigDict
@@ -82,7 +83,8 @@ def engine_versions(engine: EngineConfig) -> EngineVersions:
     Raises:
         HostError: the interpreter is missing or does not start, or a package is missing.
     """
-    return _query(str(engine_interpreter(engine)))
+    python = str(engine_interpreter(engine))
+    return _checked(_query(python), python, _missing)
 
 
 def capture_versions(config: RunConfig) -> EngineVersions:
@@ -93,7 +95,8 @@ def capture_versions(config: RunConfig) -> EngineVersions:
     """
     name = config.capture.engine
     try:
-        return engine_versions(capture_engine_config(config))
+        python = str(engine_interpreter(capture_engine_config(config)))
+        return _checked(_query(python), python, _missing_for_capture)
     except HostError as error:
         if config.capture.python is None:
             raise
@@ -117,10 +120,21 @@ def _query(python: str) -> EngineVersions:
         raise HostError(
             f"the engine environment's {python} does not run ({' '.join(reason)})", remedy=_remedy()
         ) from error
-    missing = _missing(versions.packages)
+    return versions
+
+
+def _checked(
+    versions: EngineVersions, python: str, find_missing: Callable[[dict[str, str]], list[str]]
+) -> EngineVersions:
+    missing = find_missing(versions.packages)
     if missing:
         raise HostError(f"the engine environment of {python} lacks {', '.join(missing)}", remedy=_remedy())
     return versions
+
+
+def _missing_for_capture(packages: dict[str, str]) -> list[str]:
+    """What an environment lacks that only captures; which engine it has is asked where one is needed."""
+    return [name for name in REQUIRED_PACKAGES if name not in packages]
 
 
 def _missing(packages: dict[str, str]) -> list[str]:
