@@ -147,7 +147,11 @@ def engine_arguments(
         chosen = {"attention_backend": backend} if backend else {}
         return arguments | {"mem_fraction_static": engine.gpu_memory_utilization} | chosen
     pool = 2 * (longest + SGLANG_MARGIN_TOKENS + batch + engine.max_num_seqs)
-    return arguments | {"attention_backend": backend or "torch_native", "max_total_tokens": pool}
+    return arguments | {
+        "attention_backend": backend or "torch_native",
+        "max_total_tokens": pool,
+        "sleep_on_idle": True,  # a scheduler that waits for requests would keep a core busy
+    }
 
 
 def check_settings(settings: Mapping[str, Any], longest: int) -> None:

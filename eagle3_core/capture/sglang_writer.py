@@ -73,7 +73,10 @@ class StatesWriter:
         self._queue.put(batch)
 
     def _run(self) -> None:
-        stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        stream = None
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+            stream = torch.cuda.Stream(self._device)
         while True:
             batch = self._queue.get()
             if self._failed:
