@@ -17,13 +17,15 @@ from eagle3_core.config import EngineConfig, RunConfig, Section, TargetConfig, p
 from eagle3_core.contracts import FetchTargetResult, ProgressEvent
 from eagle3_core.errors import EXIT_OK, EXIT_USER_ERROR
 from eagle3_core.host.process import run_step
-from eagle3_core.preflight import run_checks
+from eagle3_core.preflight import Check, run_checks
+from eagle3_core.probing import CHECK_NAME, remembered_check
 from eagle3_core.target.locate import fetch_spec
 
 
 def show_checks(config: RunConfig, as_json: bool) -> int:
     """Print every check of a profile; returns the exit code."""
     checks, error = run_checks(config)
+    checks.append(Check(name=CHECK_NAME, ok=True, found=remembered_check(config)))
     if as_json:
         print(json.dumps([check.model_dump() for check in checks], indent=1))
     else:
