@@ -84,7 +84,7 @@ class StatesCollector:
         if not missing:
             write_atomic(Path(self.job.folder) / READY_NAME, "{}")
         elif self.variant != "model" or self.job.layout.final_layer_id in missing:
-            targets = state_targets(missing[0], self.job.layout.final_layer_id, self.variant)
+            targets = state_targets(missing[0], self.variant)
             raise CaptureError(
                 f"no module gave SGLang's hooks the states of capture ids {missing}",
                 expected=f"one of the modules {', '.join(targets)}, called in each forward pass",

@@ -1,7 +1,7 @@
 """What SGLang is started with for a capture, and what is checked of a running engine; imports no SGLang.
 
-Hooks are attached by module name. `layers` reads the outputs of decoder layers: the state of capture id k is
-hidden + residual of layer k - 1, and the embedding for id 0. `model` lets the model capture its own EAGLE-3
+Hooks are attached by module name. `layers` reads the outputs of decoder layers (and of the embedding for
+capture id 0): a state is hidden + residual. `model` lets the model capture its own EAGLE-3
 states by setting `layers_to_capture`, for targets whose layers return something else; its final state is what
 the last norm adds up.
 """
@@ -17,6 +17,7 @@ from eagle3_core.config import SGLANG_MARGIN_TOKENS, RunConfig
 from eagle3_core.errors import CaptureError
 from eagle3_core.store.files import write_atomic
 from eagle3_core.target.info import TargetInfo
+from eagle3_core.target.layers import source_layer
 
 Variant = Literal["layers", "model"]
 JOB_NAME = "sglang_job.json"
@@ -67,7 +68,7 @@ def hook_specs(job: CaptureJob, variant: Variant) -> list[dict[str, Any]]:
     specs = [
         _spec(
             f"state {capture_id}",
-            state_targets(capture_id, job.layout.final_layer_id, variant),
+            state_targets(capture_id, variant),
             "make_final_hook" if _is_from_norm(capture_id, job, variant) else "make_state_hook",
             common | {"capture_id": capture_id},
         )
@@ -79,13 +80,14 @@ def hook_specs(job: CaptureJob, variant: Variant) -> list[dict[str, Any]]:
     return [*specs, _spec("batch", ["logits_processor", "*.logits_processor"], "make_batch_hook", common)]
 
 
-def state_targets(capture_id: int, num_layers: int, variant: Variant) -> list[str]:
+def state_targets(capture_id: int, variant: Variant) -> list[str]:
     """Module names whose output holds a state; one of them must exist."""
     if variant == "model":
         return [f"{inner}.norm" for inner in INNER_MODELS]
-    if capture_id == 0:
+    layer = source_layer(capture_id)
+    if layer is None:
         return [f"{inner}.{name}" for inner in INNER_MODELS for name in ("embed_tokens", "wte")]
-    return [f"{inner}.{name}.{capture_id - 1}" for inner in INNER_MODELS for name in ("layers", "h")]
+    return [f"{inner}.{name}.{layer}" for inner in INNER_MODELS for name in ("layers", "h")]
 
 
 def _is_from_norm(capture_id: int, job: CaptureJob, variant: Variant) -> bool:
@@ -128,6 +130,7 @@ def engine_arguments(
         "dtype": config.target.dtype,
         "trust_remote_code": config.target.trust_remote_code,
         "skip_tokenizer_init": True,
+        "enable_multimodal": False,  # samples are text: no image processor is loaded
         "context_length": longest + SGLANG_MARGIN_TOKENS,
         "chunked_prefill_size": batch,
         "max_prefill_tokens": batch,

@@ -63,6 +63,11 @@ def resolve_aux_layer_ids(wanted: Sequence[int] | None, num_layers: int) -> tupl
     return ids
 
 
+def source_layer(capture_id: int) -> int | None:
+    """The decoder layer whose output is the state of a capture id; None for id 0, the embedding's output."""
+    return capture_id - 1 if capture_id > 0 else None
+
+
 def final_layer_id(num_layers: int) -> int:
     """The capture id of the final state (before the final norm)."""
     return num_layers

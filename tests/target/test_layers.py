@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 
 from eagle3_core.errors import TargetError
-from eagle3_core.target.layers import default_aux_layer_ids, final_layer_id, resolve_aux_layer_ids
+from eagle3_core.target.layers import (
+    default_aux_layer_ids,
+    final_layer_id,
+    resolve_aux_layer_ids,
+    source_layer,
+)
 
 
 @pytest.mark.parametrize(
@@ -14,6 +19,10 @@ from eagle3_core.target.layers import default_aux_layer_ids, final_layer_id, res
 def test_default_ids_are_low_middle_and_high(num_layers: int, ids: tuple[int, ...]) -> None:
     assert default_aux_layer_ids(num_layers) == resolve_aux_layer_ids(None, num_layers) == ids
     assert final_layer_id(num_layers) == num_layers
+
+
+def test_a_state_is_the_output_of_the_layer_before_or_of_the_embedding() -> None:
+    assert [source_layer(k) for k in (0, 1, 4)] == [None, 0, 3]
 
 
 @pytest.mark.parametrize("num_layers", [1, 3, 5, 6])
