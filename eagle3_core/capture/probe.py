@@ -86,10 +86,13 @@ def run(spec: ProbeSpec, progress: Progress) -> ProbeResult:
 
 
 def first_cause(error: BaseException) -> str:
-    """The innermost error in one line."""
+    """The innermost error in one line; what to do about it is another matter."""
     while error.__cause__ is not None:
         error = error.__cause__
-    text = str(error) if isinstance(error, Eagle3Error) else f"{type(error).__name__}: {error}"
+    if isinstance(error, Eagle3Error):
+        text = f"{error.found}; expected {error.expected}" if error.expected else error.found
+    else:
+        text = f"{type(error).__name__}: {error}"
     return " ".join(text.split())[:500]
 
 

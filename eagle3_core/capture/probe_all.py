@@ -6,6 +6,7 @@ An engine that dies or hangs takes one architecture with it: that is a result to
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import tempfile
 import time
@@ -36,6 +37,9 @@ TIMEOUT_SECONDS = {"cpu": 240.0, "cuda": 90.0}
 PROCESSES = {"cpu": 1, "cuda": 2}
 """At once, by device: two miniatures share a GPU. An engine may then misjudge its memory when the other ends:
 what failed in company is asked again alone."""
+
+ERROR_LINE = re.compile(r"(\w+\.)*\w+(Error|Exception): ")
+MAX_CAUSE = 300
 
 OnResult = Callable[[str, ProbeResult], None]
 
@@ -97,14 +101,22 @@ def probe_one(
     """Probe one architecture; a process that dies or hangs becomes the result `failed`."""
     started = time.monotonic()
     spec = ProbeSpec(config=config, target_config=target_config, folder=str(folder / "scratch"))
+    errors: list[str] = []
+
+    def note(line: str) -> None:
+        if ERROR_LINE.match(line):
+            errors.append(line)
+
     try:
-        return run_step(
+        result = run_step(
             "probe",
             spec,
             engine=capture_engine_config(config),
             folder=folder,
+            on_line=note,
             timeout_seconds=timeout_seconds,
         )
+        return _with_cause(result, errors)
     except StepError as error:
         return ProbeResult(
             outcome="failed",
@@ -120,6 +132,19 @@ def probe_one(
             seconds=round(time.monotonic() - started, 1),
             made_at=_now(),
         )
+
+
+def _with_cause(result: ProbeResult, errors: Sequence[str]) -> ProbeResult:
+    """A failure with the first error that the step's log shows, where the result does not name it.
+
+    It may have happened in a process of the engine, of which the step only knows that it ended.
+    """
+    if result.outcome != "failed" or not errors:
+        return result
+    first = " ".join(errors[0].split())[:MAX_CAUSE]
+    if first in result.reason:
+        return result
+    return result.model_copy(update={"reason": f"{result.reason} (first error in its log: {first})"})
 
 
 def main(arguments: list[str] | None = None) -> int:
