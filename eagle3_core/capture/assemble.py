@@ -12,7 +12,7 @@ import logging
 import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,6 +36,7 @@ class _OpenShard:
     planned: PlannedShard
     packed: PackedShard
     missing: set[str]
+    copies: list[torch.cuda.Event] = field(default_factory=list)
 
 
 class ShardAssembler:
@@ -86,12 +87,19 @@ class ShardAssembler:
         self._placed.add(key)
         return self._open[shard.index].packed.sample(place)
 
-    def filled(self, key: str) -> None:
-        """Confirm that a sample's states are in place; the last one of a shard starts its writing."""
+    def filled(self, key: str, copied: torch.cuda.Event | None = None) -> None:
+        """Confirm that a sample's states are in place; the last one of a shard starts its writing.
+
+        Args:
+            key: of the sample.
+            copied: of a copy that has only begun; the thread that writes waits for it.
+        """
         shard, _, _ = self._where[key]
-        missing = self._open[shard.index].missing
-        missing.remove(key)
-        if not missing:
+        opened = self._open[shard.index]
+        opened.missing.remove(key)
+        if copied is not None:
+            opened.copies.append(copied)
+        if not opened.missing:
             self._writing.append(self._writer.submit(self._write, self._open.pop(shard.index)))
 
     def add(self, key: str, token_ids: Sequence[int], states: torch.Tensor) -> None:
@@ -152,6 +160,8 @@ class ShardAssembler:
     def _write(self, shard: _OpenShard) -> None:
         path = Path(self._job.folder) / shard.planned.file_name
         try:
+            for copied in shard.copies:
+                copied.synchronize()
             entry = write_packed_shard(path, shard.packed)
             write_atomic(self._job.entry_path(shard.planned), entry.model_dump_json())
         except OSError as error:

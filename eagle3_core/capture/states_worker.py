@@ -3,7 +3,8 @@
 Legend: S tokens of a sample, L captured ids, H hidden size, T tokens of a cache block.
 
 From a GPU the rows are gathered and copied on a stream of their own into page-locked memory, after what the
-engine has already queued; an event tells when the copy is done, and only then are the blocks given back.
+engine had queued when the step began in which it learns of a finished request, and beside that step's own
+work; an event tells when the copy is done, and only then are the blocks given back.
 """
 
 from __future__ import annotations
@@ -43,6 +44,12 @@ class StatesWorker:
         self._assembler = ShardAssembler(job, samples, pin_memory=cache.is_cuda)
         self._copies: list[tuple[FinishedRequest, torch.cuda.Event | None]] = []
         self._failed = False
+        self._before_step: torch.cuda.Event | None = None
+
+    def begin_step(self) -> None:
+        """Called before a step's work is queued: what has finished by then may be copied beside it."""
+        if self._stream is not None:
+            self._before_step = torch.cuda.current_stream(self._cache.device).record_event()
 
     def step(self, finished: Sequence[FinishedRequest], flush: Sequence[int] | None = None) -> set[str]:
         """Handle one engine step; returns the ids of requests whose blocks may be freed.
@@ -54,7 +61,9 @@ class StatesWorker:
         try:
             if not self._failed:
                 for request in finished:
-                    self._copies.append((request, self._begin_copy(request)))
+                    copied = self._begin_copy(request)
+                    self._copies.append((request, copied))
+                    self._assembler.filled(request.sample, copied)
                 done = self._confirm(wait=flush is not None)
                 if flush is not None:
                     self._assembler.check_whole(flush)
@@ -78,7 +87,8 @@ class StatesWorker:
             fill(place, self._rows(torch.tensor(request.block_ids), num_tokens))
             return None
         blocks = torch.tensor(request.block_ids, pin_memory=True)
-        self._stream.wait_stream(torch.cuda.current_stream(self._cache.device))
+        assert self._before_step is not None
+        self._stream.wait_event(self._before_step)
         with torch.cuda.stream(self._stream):
             fill(place, self._rows(blocks.to(self._cache.device, non_blocking=True), num_tokens))
             return self._stream.record_event()
@@ -93,7 +103,6 @@ class StatesWorker:
             if event is not None and wait:
                 event.synchronize()
             if event is None or event.query():
-                self._assembler.filled(request.sample)
                 done.add(request.request_id)
             else:
                 waiting.append((request, event))

@@ -123,6 +123,12 @@ class ShardConnector(KVConnectorBase_V1, SupportsHMA):
             self._job.record_failure(error)
             raise
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Called before the work of a step is queued."""
+        super().bind_connector_metadata(connector_metadata)
+        if self._worker is not None:
+            self._worker.begin_step()
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Nothing is ever loaded."""
 

@@ -96,6 +96,7 @@ REQUESTS = [finished(2, [7, 3, 9]), finished(0, [1, 15, 4]), finished(1, [0, 2])
 
 def test_rows_are_copied_out_of_scattered_blocks(job: CaptureJob) -> None:
     worker, held = StatesWorker(job, cache()), cache().cpu()
+    worker.begin_step()
     done = worker.step(REQUESTS[:1]) | worker.step(REQUESTS[1:], flush=[0])
     assert done == {"r-0", "r-1", "r-2"}
     worker.close()
@@ -121,6 +122,7 @@ def test_a_mismatch_is_recorded_for_the_driver_and_the_engine_goes_on(
     job: CaptureJob, bad: FinishedRequest, message: str
 ) -> None:
     worker = StatesWorker(job, cache())
+    worker.begin_step()
     assert worker.step([bad]) == {"r-0"}
     assert worker.step([REQUESTS[2]], flush=[0]) == {"r-1"}
     with pytest.raises(CaptureError, match=message):
@@ -135,6 +137,7 @@ def test_a_flush_with_samples_missing_is_recorded(
     job: CaptureJob, given: list[FinishedRequest], message: str
 ) -> None:
     worker = StatesWorker(job, cache())
+    worker.begin_step()
     worker.step(given, flush=[0])
     with pytest.raises(CaptureError, match=message):
         job.raise_failure()
