@@ -25,7 +25,11 @@ the code that captures real targets, and compares every layer with transformers'
 `ok` means that each captured layer is nearest to its own and at least five times as far from any other, and
 that 30 requests of mixed lengths (batched, cut into parts, repeated, with shared prefixes) all got their own
 states back. *Error* is the greatest median distance of a layer to its own state, *next* the smallest to
-another one. A run's preflight asks the same question for its own target. Record another environment with
+another one. `unsupported` was seen before anything was loaded. An architecture that fails on one device may
+be right on another: SGLang on the CPU has only its plain attention, without latent attention and sinks. The
+seconds are those of machines that had other work too.
+
+A run's preflight asks the same question for its own target. Record another environment with
 
     eagle3 probe --all --engine vllm --device cpu --record docs/compatibility/NAME.json
 """

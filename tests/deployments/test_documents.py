@@ -18,6 +18,11 @@ def test_the_configuration_page_is_in_step_with_the_code() -> None:
     assert script.PAGE.read_text() == script.page(), "run `make docs`"
 
 
+def test_the_compatibility_page_is_in_step_with_the_records() -> None:
+    script: Any = load_script("docs/make_compatibility.py")
+    assert script.PAGE.read_text() == script.page(), "run `make compatibility`"
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_links_between_pages_lead_somewhere(page: str) -> None:
     folder = (PROJECT_ROOT / page).parent
