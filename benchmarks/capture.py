@@ -7,7 +7,8 @@ round to warm up, so both see the machine in the same state. A round of capture 
 disk: with long rounds and small shards that last write weighs little, as in a real capture.
 
 `--shape` names random weights of that size, or the folder of a target. `--eager` leaves out compilation and
-CUDA graphs in both engines, which saves a minute of loading.
+CUDA graphs in both engines, which saves a minute of loading. Where other work keeps the cores busy, start it
+with `OMP_NUM_THREADS=1`: threads that wait for one another turn any disturbance into processor time.
 """
 
 from __future__ import annotations
