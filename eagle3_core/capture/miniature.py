@@ -37,6 +37,8 @@ WEIGHTS_FILE = "model.safetensors"
 QUERY_SCALE = 1.25
 """Sharpens attention, so that a state depends on a few other tokens and not on the mean of all."""
 ROUTER_GAIN = 1.0
+CLASS_GAIN = 1.5
+"""Of a token's class in its embedding, beside a random part of 1: it outweighs what layers add."""
 NUM_CLASSES = 8
 MEDIA_PROCESSOR = Path(__file__).with_name("media_processor.py")
 PREPROCESSOR = {
@@ -158,7 +160,8 @@ def _route(embedding: torch.Tensor, routers: list[torch.Tensor], text: dict[str,
     """Give each class of tokens [V] its experts in all routers [E, H]."""
     hidden = embedding.shape[1]
     directions = torch.linalg.qr(torch.randn(hidden, NUM_CLASSES)).Q.T
-    embedding.add_(directions[torch.arange(len(embedding)) % NUM_CLASSES] * hidden**0.5)
+    classes = torch.arange(len(embedding)) % NUM_CLASSES
+    embedding.add_(CLASS_GAIN * hidden**0.5 * directions[classes])
     for router in routers:
         router.mul_(0.25)
         for number, direction in enumerate(directions):
