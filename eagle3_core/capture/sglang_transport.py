@@ -71,6 +71,8 @@ class Transport(ABC):
 
     def close(self) -> None:
         """End the engine with all of its processes."""
+        with contextlib.suppress(TimeoutError):
+            asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result(END_SECONDS)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(END_SECONDS)
 
@@ -143,11 +145,21 @@ class HttpServer(Transport):
         if self._session is None:
             self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None))
         request = {"input_ids": token_ids, "rid": rid, "sampling_params": NEW_TOKENS}
-        async with self._session.post(f"{self._url}/generate", json=request) as response:
-            reply = await response.json()
-            if response.status != 200:
-                raise CaptureError(f"SGLang answered {response.status}: {json.dumps(reply)[:500]}")
-            return reply["meta_info"]
+        try:
+            async with self._session.post(f"{self._url}/generate", json=request) as response:
+                reply = await response.json()
+        except aiohttp.ClientError as error:
+            raise EngineEndedError(
+                f"the SGLang server does not answer any more ({type(error).__name__}); {self._last_line()}"
+            ) from error
+        if response.status != 200:
+            raise CaptureError(f"SGLang answered {response.status}: {json.dumps(reply)[:500]}")
+        return reply["meta_info"]
+
+    @property
+    def pid(self) -> int:
+        """The server's process, which leads its group."""
+        return self._process.pid
 
     def settings(self) -> dict[str, Any]:
         return self._get("/server_info")
@@ -214,6 +226,14 @@ class HttpServer(Transport):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+
+
+async def _cancel_others() -> None:
+    """End whatever else runs in this event loop."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
 
 
 def command_line(arguments: dict[str, Any]) -> list[str]:

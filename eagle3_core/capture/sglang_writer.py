@@ -102,7 +102,7 @@ class StatesWriter:
             return batch.input_ids.tolist()
         with torch.cuda.stream(stream):
             stream.wait_event(batch.event)
-            ids = torch.empty_like(batch.input_ids, device="cpu", pin_memory=True)
+            ids = torch.empty(len(batch.input_ids), dtype=batch.input_ids.dtype, pin_memory=True)
             ids.copy_(batch.input_ids, non_blocking=True)
             self._fill(batch)
             stream.record_event().synchronize()

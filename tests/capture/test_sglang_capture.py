@@ -17,7 +17,7 @@ import pytest
 from eagle3_core.capture.job import EngineEndedError
 from eagle3_core.capture.sglang_engine import SglangDriver, capture_with_sglang
 from eagle3_core.capture.sglang_plan import check_settings, engine_arguments
-from eagle3_core.capture.sglang_transport import InProcess
+from eagle3_core.capture.sglang_transport import HttpServer, InProcess
 from eagle3_core.errors import CaptureError, HostError
 from eagle3_core.store.dataset import Sample
 from tests.capture.runs import make_samples
@@ -85,10 +85,7 @@ class InProcessRun:
 
     def _kill(self) -> None:
         (Path(self.session.job.folder) / "failure.json").unlink()
-        scheduler = next(
-            child for child in psutil.Process().children() if "scheduler" in " ".join(child.cmdline())
-        )
-        os.kill(scheduler.pid, signal.SIGKILL)
+        kill_scheduler(os.getpid())
         with pytest.raises(EngineEndedError) as caught:
             list(self._driver(iter(self.session.job.shards[:1])).run())
         self.death = str(caught.value)
@@ -141,25 +138,37 @@ def test_a_killed_scheduler_is_an_engine_that_ended_with_its_suspects_in_the_jou
     assert set(in_process.suspects) == {s.key for s in in_process.session.samples[first.start : first.end]}
 
 
+def kill_scheduler(parent: int) -> None:
+    children = psutil.Process(parent).children(recursive=True)
+    scheduler = next(child for child in children if "scheduler" in " ".join(child.cmdline()))
+    os.kill(scheduler.pid, signal.SIGKILL)
+
+
 def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
 
 
-def test_over_http_the_models_own_capture_gives_the_same_states(tmp_path: Path, target: Path) -> None:
-    port = free_port()
-    samples = make_samples([*LENGTHS[:8], 150])
-    session = Session.make(
-        tmp_path, target, samples, capture={"sglang_port": port, "sglang_hooks": "model"}
-    )  # fmt: skip
+def test_over_http_the_models_own_capture_gives_the_same_states_and_a_dead_server_is_noticed(
+    tmp_path: Path, target: Path
+) -> None:
+    port, samples = free_port(), make_samples([*LENGTHS[:8], 150])
+    session = Session.make(tmp_path, target, samples)
     counted: list[int] = []
-    found = capture_with_sglang(session.config, session.info, session.job, session.samples, counted.append)
-    assert [shard.index for shard, _ in sorted(found, key=lambda pair: pair[0].index)] == list(
-        range(len(session.job.shards))
-    )
-    assert counted[0] == 0
-    assert sum(counted) == sum(map(len, samples))
+    arguments = engine_arguments(session.config, session.info, session.job, 150, "model")
+    server = HttpServer(arguments, port, timeout_seconds=300)
+    try:
+        check_settings(server.settings(), 150)
+        driver = SglangDriver(session.config, server, session.job, session.samples, counted.append)
+        driver.check_hooks(2)
+        assert len(list(driver.run())) == len(session.job.shards)
+        assert sum(counted) == sum(map(len, samples))
+        kill_scheduler(server.pid)
+        with pytest.raises(EngineEndedError, match="the SGLang server"):
+            list(SglangDriver(session.config, server, session.job, session.samples, counted.append).run())
+    finally:
+        server.close()
     for layer in session.distances(every=3):
         assert layer.errors[:, layer.capture_id].max() < 1e-5
         assert layer.nearest_wrong_median > 0.05

@@ -1,8 +1,12 @@
-"""The hooks on modules and batches like SGLang's; they import nothing of SGLang, so it is not needed here."""
+"""The hooks on modules and batches like SGLang's; they import nothing of SGLang, so it is not needed here.
+
+`EAGLE3_TEST_DEVICE=cuda` runs them on a GPU.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +30,7 @@ from tests.tiny import make_tiny_target
 pytestmark = pytest.mark.engine
 
 NUM_LAYERS, HIDDEN = 8, 128
+DEVICE = os.environ.get("EAGLE3_TEST_DEVICE", "cpu")
 
 
 class Layer(torch.nn.Module):
@@ -75,7 +80,7 @@ class Model(torch.nn.Module):
         self.logits_processor = LogitsProcessor()
 
     def run(self, ids: list[int], batch: Any) -> None:
-        tokens = torch.tensor(ids)
+        tokens = torch.tensor(ids, device=DEVICE)
         embedded = tokens.float()[:, None].expand(-1, HIDDEN).clone()
         self.logits_processor(tokens, self.model(embedded), None, batch)
 
