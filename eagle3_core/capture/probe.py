@@ -18,6 +18,7 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,7 +46,7 @@ from eagle3_core.host.engine_info import ENGINE_PACKAGES
 from eagle3_core.step import Progress
 from eagle3_core.store.dataset import DATASET_FILE, Sample, write_dataset
 from eagle3_core.store.shards import CapturedSample, ShardLayout, ShardReader, plan_shards
-from eagle3_core.target.info import TargetInfo, inspect_target, text_config
+from eagle3_core.target.info import TargetInfo, inspect_target
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -54,32 +55,43 @@ logger = logging.getLogger(__name__)
 
 SHARDS_PER_SESSION = 4
 MAX_LISTED = 3
+SCRATCH = MINIATURE, LAYERS, REQUESTS = ("miniature", "layers", "requests")
+"""Folders that a probe makes and removes."""
+
+
+@dataclass(frozen=True)
+class _Findings:
+    outcome: ProbeOutcome
+    reason: str = ""
+    layers: tuple[LayerCheck, ...] = ()
+    num_requests: int = 0
 
 
 def run(spec: ProbeSpec, progress: Progress) -> ProbeResult:
     """Probe one architecture; what goes wrong is the result, never an exception."""
     started = time.monotonic()
-    progress(0, 3, "parts", "making the miniature", force=True)
     try:
-        outcome, reason, layers, num_requests = _probe(spec, progress)
+        found = _probe(spec, progress)
     except TargetError as error:
-        outcome, reason, layers, num_requests = "unsupported", str(error), [], 0
+        found = _Findings("unsupported", str(error))
     except Exception as error:
         logger.exception("the probe failed")
-        outcome, reason, layers, num_requests = "failed", first_cause(error), [], 0
+        found = _Findings("failed", first_cause(error))
+    finally:
+        for name in SCRATCH:
+            shutil.rmtree(Path(spec.folder) / name, ignore_errors=True)
     packages = installed_versions((*RECORDED_PACKAGES, *ENGINE_PACKAGES))
-    engine = spec.config.engine
     return ProbeResult(
-        outcome=outcome,
-        reason=reason,
+        outcome=found.outcome,
+        reason=found.reason,
         engine=spec.config.capture.engine,
         packages={name: packages[name] for name in sorted(packages)},
-        device=torch.cuda.get_device_name() if engine.device == "cuda" else "cpu",
+        device=torch.cuda.get_device_name() if spec.config.engine.device == "cuda" else "cpu",
         dtype=probe_dtype(spec.config),
         tensor_parallel_size=tensor_parallel_size(spec.config),
         architecture=(spec.target_config.get("architectures") or ["unknown"])[0],
-        layers=layers,
-        num_requests=num_requests,
+        layers=list(found.layers),
+        num_requests=found.num_requests,
         seconds=round(time.monotonic() - started, 1),
         made_at=datetime.now(UTC).isoformat(timespec="seconds"),
     )
@@ -96,40 +108,35 @@ def first_cause(error: BaseException) -> str:
     return " ".join(text.split())[:500]
 
 
-def _probe(spec: ProbeSpec, progress: Progress) -> tuple[ProbeOutcome, str, list[LayerCheck], int]:
+def _probe(spec: ProbeSpec, progress: Progress) -> _Findings:
+    """Two sessions, the second only if the first one is right."""
+    progress(0, 3, "parts", "making the miniature", force=True)
     small = miniature_config(spec.target_config, tensor_parallel_size(spec.config))
     folder = Path(spec.folder)
-    miniature = make_miniature(small, folder / "miniature")
+    miniature = make_miniature(small, folder / MINIATURE)
     config = probe_config(spec.config, str(miniature.folder), small)
     info = inspect_target(miniature.folder)
     _prepare_environment(config, info)
     reason = unsupported(config, info)
     if reason:
-        return "unsupported", reason, [], 0
+        return _Findings("unsupported", reason)
     measure = Measure(miniature, info.num_layers)
     every, three = probe_layer_ids(info.num_layers, spec.config.target.aux_layer_ids)
-    vocab_size = text_config(small)["vocab_size"]
-    try:
-        progress(1, 3, "parts", "capturing every layer", force=True)
-        samples = layer_requests(vocab_size)
-        stored = capture_miniature(config, info, every, samples, folder / "layers")
-        distances = measure.distances(stored, samples, (*every, info.num_layers))
-        layers = [_layer_check(found) for found in distances]
-        wrong = layer_problem(distances)
-        if wrong:
-            return "wrong", wrong, layers, 0
-        progress(2, 3, "parts", "capturing 30 requests", force=True)
-        samples = mixed_requests(vocab_size)
-        stored = capture_miniature(config, info, three, samples, folder / "requests")
-        apart = {found.capture_id: found.nearest_wrong_median for found in distances}
-        wrong = measure.requests_problem(stored, samples, (*three, info.num_layers), apart)
-        if wrong:
-            return "wrong", wrong, layers, len(samples)
-    finally:
-        for name in ("layers", "requests", "miniature"):
-            shutil.rmtree(folder / name, ignore_errors=True)
+    progress(1, 3, "parts", "capturing every layer", force=True)
+    samples = layer_requests(info.vocab_size)
+    stored = capture_miniature(config, info, every, samples, folder / LAYERS)
+    distances = measure.distances(stored, samples, (*every, info.num_layers))
+    layers = tuple(map(_layer_check, distances))
+    wrong = layer_problem(distances)
+    if wrong:
+        return _Findings("wrong", wrong, layers)
+    progress(2, 3, "parts", "capturing 30 requests", force=True)
+    samples = mixed_requests(info.vocab_size)
+    stored = capture_miniature(config, info, three, samples, folder / REQUESTS)
+    apart = {found.capture_id: found.nearest_wrong_median for found in distances}
+    wrong = measure.requests_problem(stored, samples, (*three, info.num_layers), apart)
     progress(3, 3, "parts", "done", force=True)
-    return "ok", "", layers, len(samples)
+    return _Findings("wrong" if wrong else "ok", wrong or "", layers, len(samples))
 
 
 def _prepare_environment(config: RunConfig, info: TargetInfo) -> None:

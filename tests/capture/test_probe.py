@@ -59,7 +59,7 @@ def ask_vllm(folder: Path, *module: str) -> ProbeResult:
     return ProbeResult.model_validate(outcome.result)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "deepseek-v3"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3-moe"])
 def test_the_reference_is_right_by_transformers_own_hidden_states(tmp_path: Path, architecture: str) -> None:
     result = ask(tmp_path, architecture)
     assert (result.outcome, result.reason) == ("ok", "")
