@@ -62,6 +62,17 @@ def test_an_architecture_whose_process_dies_is_recorded_as_failed(tmp_path):
     assert not record.is_right
 
 
+def test_a_failure_is_recorded_with_the_first_error_of_the_engines_own_processes(tmp_path):
+    profile = str(stand_in_profile(tmp_path, {"step": "probe", "kind": "failed"}))
+    path = tmp_path / "stand-in.json"
+    assert main(["probe", profile, "--all", "--record", str(path)]) == EXIT_STEP_FAILED
+    reason = ProbeRecord.model_validate_json(path.read_text()).results["llama"].reason
+    assert reason == (
+        "capture id 4 holds the state of 5 (first error in its log: "
+        "RuntimeError: no kernel in the stand-in's scheduler)"
+    )
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
