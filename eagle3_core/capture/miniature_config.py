@@ -45,6 +45,8 @@ LIMITS = {
     "num_mtp_layers": 0,
 }
 """The greatest value of a field in a miniature; smaller ones stay. Widths fit the engines' kernels."""
+REQUIRED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
+GO_ON = "set capture.probe to false to go on without a probe"
 LEFT_OUT = (
     "quantization_config", "compression_config", "auto_map", "_name_or_path", "transformers_version",
     "torch_dtype", "dtype", "pad_token_id",
@@ -76,7 +78,7 @@ def miniature_config(config: dict[str, Any], tensor_parallel_size: int = 1) -> d
         tensor_parallel_size: GPUs that attention heads must be divisible among.
 
     Raises:
-        TargetError: a wrapper of which no miniature can be made.
+        TargetError: a wrapper, or a language model, of which no miniature can be made.
     """
     text = text_config(config)
     small = _shrink_text(text, tensor_parallel_size)
@@ -87,7 +89,7 @@ def miniature_config(config: dict[str, Any], tensor_parallel_size: int = 1) -> d
         raise TargetError(
             f"no miniature can be made of the wrapper {model_type}",
             expected=f"a plain causal language model, or one of {', '.join(WRAPPERS)}",
-            remedy="set capture.probe to false to go on without a probe",
+            remedy=GO_ON,
         )
     nested = next(key for key in NESTED_CONFIGS if config.get(key) is text)
     wrapper = {key: value for key, value in config.items() if key not in LEFT_OUT}
@@ -126,6 +128,13 @@ def probe_layer_ids(num_layers: int, wanted: Sequence[int] | None) -> tuple[tupl
 
 
 def _shrink_text(text: dict[str, Any], tensor_parallel_size: int) -> dict[str, Any]:
+    missing = [key for key in REQUIRED if not isinstance(text.get(key), int)]
+    if missing:
+        raise TargetError(
+            f"no miniature can be made of a {text.get('model_type')}: its configuration has no "
+            f"{', '.join(missing)}",
+            remedy=GO_ON,
+        )
     small = {key: value for key, value in text.items() if key not in LEFT_OUT}
     for key, limit in LIMITS.items():
         if isinstance(small.get(key), int):

@@ -85,3 +85,8 @@ def test_an_unknown_wrapper_is_named():
     config = {"model_type": "llava", "text_config": known_architecture("llama")}
     with pytest.raises(TargetError, match="no miniature can be made of the wrapper llava"):
         miniature_config(config)
+
+
+def test_a_configuration_in_other_words_is_named():
+    with pytest.raises(TargetError, match="a gpt2: its configuration has no num_hidden_layers, hidden_size"):
+        miniature_config({"model_type": "gpt2", "n_layer": 12, "n_head": 12, "vocab_size": 50257})
