@@ -268,6 +268,11 @@ class EngineConfig(Section):
     max_num_seqs: int = Field(default=32, ge=1, description="Sequences that the engine runs at once.")
     max_model_len: int = Field(default=2048, ge=32, description="Longest sequence in the engine, tokens.")
     kv_cache_gib: float = Field(default=2.0, gt=0, description="KV cache on the CPU, GiB.")
+    enforce_eager: bool = Field(
+        default=False,
+        description="No compilation and no CUDA graphs in vLLM: loads a minute sooner, generates slower. "
+        "On the CPU it is always so.",
+    )
     gpu_memory_utilization: float = Field(
         default=0.9, gt=0, le=1, description="Share of GPU memory for the engine."
     )

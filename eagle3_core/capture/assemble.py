@@ -1,4 +1,4 @@
-"""Collects the states of single samples into shards and writes each shard when its last sample is there.
+"""Collects the states of single samples into shards and writes each shard while its samples arrive.
 
 Legend: S tokens of a sample, A auxiliary layers, H hidden size.
 
@@ -8,11 +8,9 @@ memory; there is no file for a sample.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +18,7 @@ from eagle3_core.capture.job import MAX_SHARDS_IN_FLIGHT, CaptureJob
 from eagle3_core.errors import CaptureError
 from eagle3_core.store.dataset import Sample
 from eagle3_core.store.files import write_atomic
-from eagle3_core.store.shards import CapturedSample, PackedShard, PlannedShard, write_packed_shard
+from eagle3_core.store.shards import CapturedSample, PackedShard, PlannedShard, ShardFile
 
 if TYPE_CHECKING:
     import torch
@@ -28,15 +26,58 @@ if TYPE_CHECKING:
 NUM_WRITERS = 2
 """Threads that hash and write: one of them is slower than a fast GPU makes states."""
 
-logger = logging.getLogger(__name__)
 
-
-@dataclass
 class _OpenShard:
-    planned: PlannedShard
-    packed: PackedShard
-    missing: set[str]
-    copies: list[torch.cuda.Event] = field(default_factory=list)
+    """A shard whose samples arrive in any order and are written in theirs.
+
+    Args:
+        planned: which shard.
+        packed: its memory.
+        path: of the file.
+    """
+
+    def __init__(self, planned: PlannedShard, packed: PackedShard, path: Path) -> None:
+        self.planned, self.packed, self._path = planned, packed, path
+        self.missing = set(packed.keys)
+        self._here: dict[int, torch.cuda.Event | None] = {}
+        self._num_written = 0
+        self._is_whole = False
+        self._error: Exception | None = None
+        self._file: ShardFile | None = None
+        self._lock = threading.Lock()
+
+    def arrived(self, index: int, copied: torch.cuda.Event | None) -> None:
+        """A sample is in place, or will be when its copy is done."""
+        self.missing.remove(self.packed.keys[index])
+        self._here[index] = copied
+
+    def write(self, entry_path: Path) -> None:
+        """Write the samples whose turn it is, and after the last one the shard's manifest entry."""
+        with self._lock:
+            if self._is_whole:
+                return
+            if self._error is not None:
+                raise self._error
+            try:
+                if self._file is None:
+                    self._file = ShardFile(self._path, self.packed)
+                self._write_next(self._file)
+                if self._num_written == len(self.packed.keys):
+                    write_atomic(entry_path, self._file.finish().model_dump_json())
+                    self._is_whole = True
+            except Exception as error:
+                self._error = error
+                if self._file is not None:
+                    self._file.abandon(error)
+                raise
+
+    def _write_next(self, file: ShardFile) -> None:
+        while self._num_written in self._here:
+            copied = self._here.pop(self._num_written)
+            if copied is not None:
+                copied.synchronize()
+            file.write_sample(self._num_written)
+            self._num_written += 1
 
 
 class ShardAssembler:
@@ -88,19 +129,20 @@ class ShardAssembler:
         return self._open[shard.index].packed.sample(place)
 
     def filled(self, key: str, copied: torch.cuda.Event | None = None) -> None:
-        """Confirm that a sample's states are in place; the last one of a shard starts its writing.
+        """Confirm that a sample's states are in place; it is written when those before it are.
 
         Args:
             key: of the sample.
             copied: of a copy that has only begun; the thread that writes waits for it.
         """
-        shard, _, _ = self._where[key]
+        shard, place, _ = self._where[key]
         opened = self._open[shard.index]
-        opened.missing.remove(key)
-        if copied is not None:
-            opened.copies.append(copied)
+        opened.arrived(place, copied)
         if not opened.missing:
-            self._writing.append(self._writer.submit(self._write, self._open.pop(shard.index)))
+            del self._open[shard.index]
+        future = self._writer.submit(self._write, opened)
+        if not opened.missing:
+            self._writing.append(future)
 
     def add(self, key: str, token_ids: Sequence[int], states: torch.Tensor) -> None:
         """Take the states [S, A + 1, H] of one sample, the final layer last."""
@@ -146,7 +188,7 @@ class ShardAssembler:
         self._wait(len(self._open) + len(self._writing) + 1 - MAX_SHARDS_IN_FLIGHT)
         samples = self._job.samples_of(shard, self._samples)
         packed = PackedShard(samples, self._job.layout, pin_memory=self._pin)
-        return _OpenShard(shard, packed, {sample.key for sample in samples})
+        return _OpenShard(shard, packed, Path(self._job.folder) / shard.file_name)
 
     def _wait(self, count: int) -> None:
         """Wait for the oldest `count` shards being written, and pass on an error of any that is done."""
@@ -158,15 +200,12 @@ class ShardAssembler:
         self._writing = [future for future in self._writing if not future.done()]
 
     def _write(self, shard: _OpenShard) -> None:
-        path = Path(self._job.folder) / shard.planned.file_name
+        """Write what has arrived; the entry beside a whole shard says that it is there."""
         try:
-            for copied in shard.copies:
-                copied.synchronize()
-            entry = write_packed_shard(path, shard.packed)
-            write_atomic(self._job.entry_path(shard.planned), entry.model_dump_json())
+            shard.write(self._job.entry_path(shard.planned))
         except OSError as error:
             failure = CaptureError(
-                f"cannot write {path} ({error.strerror or error})",
+                f"cannot write {shard.planned.file_name} into {self._job.folder} ({error.strerror or error})",
                 remedy="make room or check the disk, then run again: finished shards are kept",
             )
             self._job.record_failure(failure)
@@ -174,7 +213,6 @@ class ShardAssembler:
         except Exception as error:
             self._job.record_failure(error)
             raise
-        logger.debug("%s: wrote %s", threading.current_thread().name, path)
 
 
 def fill(place: CapturedSample, states: torch.Tensor) -> None:

@@ -15,11 +15,12 @@ from pathlib import Path
 
 import torch
 
-from eagle3_core.capture.assemble import ShardAssembler, fill
+from eagle3_core.capture.assemble import ShardAssembler
 from eagle3_core.capture.job import CaptureJob
 from eagle3_core.capture.request_log import FinishedRequest
 from eagle3_core.errors import CaptureError
 from eagle3_core.store.dataset import read_dataset
+from eagle3_core.store.shards import CapturedSample
 
 logger = logging.getLogger(__name__)
 
@@ -84,17 +85,24 @@ class StatesWorker:
         num_tokens, capacity = len(request.token_ids), len(request.block_ids) * self._cache.shape[1]
         place = self._assembler.place(request.sample, request.token_ids, min(request.num_rows, capacity))
         if self._stream is None:
-            fill(place, self._rows(torch.tensor(request.block_ids), num_tokens))
+            self._fill(place, torch.tensor(request.block_ids), num_tokens)
             return None
-        blocks = torch.tensor(request.block_ids, pin_memory=True)
         assert self._before_step is not None
         self._stream.wait_event(self._before_step)
         with torch.cuda.stream(self._stream):
-            fill(place, self._rows(blocks.to(self._cache.device, non_blocking=True), num_tokens))
+            self._fill(place, torch.tensor(request.block_ids, pin_memory=True), num_tokens)
             return self._stream.record_event()
 
-    def _rows(self, blocks: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        return self._cache[blocks].flatten(0, 1)[:num_tokens]
+    def _fill(self, place: CapturedSample, blocks: torch.Tensor, num_tokens: int) -> None:
+        """Copy the rows of a sample out of its blocks; on a GPU the copies are only begun."""
+        device, (size, num_aux) = self._cache.device, (self._cache.shape[1], place.aux_states.shape[1])
+        blocks = blocks.to(device, non_blocking=True)
+        aux = self._cache[:, :, :num_aux][blocks].flatten(0, 1)[:num_tokens]
+        place.aux_states.copy_(aux, non_blocking=True)
+        if len(place.final_rows):
+            rows = place.final_rows.to(device, non_blocking=True)
+            final = self._cache[:, :, num_aux][blocks[rows // size], rows % size]
+            place.final_states.copy_(final, non_blocking=True)
 
     def _confirm(self, wait: bool) -> set[str]:
         done: set[str] = set()

@@ -10,6 +10,7 @@ import fcntl
 import json
 import os
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,7 +30,7 @@ LOCK_NAME = ".lock"
 def atomic_file(path: Path) -> Iterator[IO[bytes]]:
     """Open a temporary file that becomes `path` when the block ends without an error."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{TEMPORARY_PREFIX}{path.name}.{os.getpid()}")
+    temporary = path.with_name(f"{TEMPORARY_PREFIX}{path.name}.{os.getpid()}.{threading.get_ident()}")
     try:
         with temporary.open("wb") as handle:
             yield handle

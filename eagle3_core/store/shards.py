@@ -24,6 +24,7 @@ Planning needs no torch; reading and writing does (for bf16).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import struct
 from collections.abc import Iterator, Sequence
@@ -165,26 +166,68 @@ class PackedShard:
         return {name: named[name] if name in named else getattr(self, name) for name in FILE_ORDER}
 
 
+class ShardFile:
+    """Writes and hashes a packed shard while its samples arrive; the bytes are touched once.
+
+    The file appears under its final name when `finish` returns. The parts are written in the order of the
+    file, so a caller hands over samples in order; one thread at a time.
+    """
+
+    def __init__(self, path: Path, packed: PackedShard) -> None:
+        self.path, self._packed = path, packed
+        self._tensors = packed.tensors()
+        self._exit = contextlib.ExitStack()
+        self._writer = HashingWriter(self._exit.enter_context(atomic_file(path)))
+        try:
+            self._writer.write(_header(self._tensors, _description(packed)))
+            for name in FILE_ORDER[: FILE_ORDER.index("aux_states")]:
+                self._write(self._tensors[name])
+        except BaseException as error:
+            self.abandon(error)
+            raise
+
+    def write_sample(self, index: int) -> None:
+        """Write the auxiliary states of a sample, of which all earlier ones are written."""
+        self._write(self._packed.sample(index).aux_states)
+
+    def finish(self) -> FileEntry:
+        """Write the rest, give the file its name and return its manifest entry."""
+        for name in FILE_ORDER[FILE_ORDER.index("aux_states") + 1 :]:
+            self._write(self._tensors[name])
+        self._exit.close()
+        packed = self._packed
+        return FileEntry(
+            path=self.path.name,
+            bytes=self._writer.bytes,
+            xxh3_128=self._writer.hexdigest(),
+            facts={
+                "num_samples": len(packed.keys),
+                "num_tokens": packed.offsets[-1],
+                "num_final_rows": packed.final_offsets[-1],
+                "state_bytes": packed.aux_states.nbytes + packed.final_states.nbytes,
+            },
+        )
+
+    def abandon(self, error: BaseException) -> None:
+        """Remove what was written of a shard that will not be finished."""
+        with contextlib.suppress(BaseException):
+            self._exit.__exit__(type(error), error, error.__traceback__)
+
+    def _write(self, tensor: torch.Tensor) -> None:
+        if tensor.numel():
+            self._writer.write(_raw_bytes(tensor))
+
+
 def write_packed_shard(path: Path, packed: PackedShard) -> FileEntry:
-    """Write a filled shard under its final name and return its manifest entry; the bytes are touched once."""
-    tensors = packed.tensors()
-    with atomic_file(path) as handle:
-        writer = HashingWriter(handle)
-        writer.write(_header(tensors, _description(packed)))
-        for tensor in tensors.values():
-            if tensor.numel():
-                writer.write(_raw_bytes(tensor))
-    return FileEntry(
-        path=path.name,
-        bytes=writer.bytes,
-        xxh3_128=writer.hexdigest(),
-        facts={
-            "num_samples": len(packed.keys),
-            "num_tokens": packed.offsets[-1],
-            "num_final_rows": packed.final_offsets[-1],
-            "state_bytes": packed.aux_states.nbytes + packed.final_states.nbytes,
-        },
-    )
+    """Write a filled shard under its final name and return its manifest entry."""
+    file = ShardFile(path, packed)
+    try:
+        for index in range(len(packed.keys)):
+            file.write_sample(index)
+        return file.finish()
+    except BaseException as error:
+        file.abandon(error)
+        raise
 
 
 def write_shard(path: Path, samples: Sequence[CapturedSample], layout: ShardLayout) -> FileEntry:

@@ -29,7 +29,7 @@ def load_vllm(config: RunConfig, target_path: str, **arguments: Any) -> LLM:
         "max_model_len": engine.max_model_len,
         "max_num_seqs": engine.max_num_seqs,
         "tensor_parallel_size": engine.tensor_parallel_size,
-        "enforce_eager": engine.device == "cpu",
+        "enforce_eager": engine.enforce_eager or engine.device == "cpu",
         "enable_prefix_caching": False,
         "seed": 0,
     }

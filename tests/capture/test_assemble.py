@@ -113,4 +113,28 @@ def test_a_failed_write_reaches_the_driver_and_leaves_no_file(tmp_path: Path) ->
         assembler.drain()
     with pytest.raises(CaptureError, match="finished shards are kept"):
         job.raise_failure()
+    assembler.close()
     assert not list(tmp_path.glob(".tmp*"))
+
+
+def test_a_shard_is_written_while_its_samples_arrive_and_has_its_name_only_when_whole(tmp_path: Path) -> None:
+    job = make_job(tmp_path, samples_per_shard=6)
+    assembler = ShardAssembler(job, SAMPLES)
+    size = 0
+    for index in (0, 1, 2):
+        add(assembler, index)
+        assembler._writer.submit(lambda: None).result()
+        assembler._open[0].write(job.entry_path(job.shards[0]))
+        (partial,) = tmp_path.glob(".tmp-shard-00000*")
+        grown = assembler._open[0]._file._writer.bytes  # type: ignore[union-attr]
+        assert grown - size >= len(SAMPLES[index]) * 3 * 4 * 4
+        assert partial.exists()
+        size = grown
+    assert not (tmp_path / job.shards[0].file_name).exists()
+    for index in (5, 4, 3):
+        add(assembler, index)
+    assembler.drain()
+    assembler.close()
+    assert [sample.key for sample in ShardReader(tmp_path / job.shards[0].file_name)] == [
+        s.key for s in SAMPLES
+    ]

@@ -1,7 +1,7 @@
 """vLLM on GPUs against transformers, layer by layer, through the whole step with its engine sessions.
 
-`python -m pytest -m gpu tests/gpu/test_capture_vllm.py` in an environment with vLLM's CUDA build;
-`EAGLE3_TEST_TARGET` names the folder of a real target, by default a tiny one with random weights.
+`EAGLE3_TEST_DEVICE=cuda python -m pytest -m gpu tests/gpu/test_capture_vllm.py` in an environment with vLLM's
+CUDA build; `EAGLE3_TEST_TARGET` names the folder of a real target, by default a tiny one with random weights.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def test_every_layer_is_right_and_each_shard_is_made_once(
     samples = make_samples([64 + 37 * (index % 20) for index in range(NUM_SAMPLES)])
     engine = {
         "device": "cuda", "max_model_len": 2048, "max_num_seqs": 32, "gpu_memory_utilization": 0.4,
-        "tensor_parallel_size": tensor_parallel, "python": sys.executable,
+        "tensor_parallel_size": tensor_parallel, "python": sys.executable, "enforce_eager": True,
     }  # fmt: skip
     spec = capture_spec(
         tmp_path, target, samples, engine=engine, target={"model": str(target), "dtype": "bfloat16"},
