@@ -26,8 +26,8 @@ the code that captures real targets, and compares every layer with transformers'
 that 30 requests of mixed lengths (batched, cut into parts, repeated, with shared prefixes) all got their own
 states back. *Error* is the greatest median distance of a layer to its own state, *next* the smallest to
 another one. `unsupported` was seen before anything was loaded. An architecture that fails on one device may
-be right on another: SGLang on the CPU has only its plain attention, without latent attention and sinks. The
-seconds are those of machines that had other work too.
+be right on another: SGLang on the CPU has only its plain attention, without latent attention and sinks.
+Seconds count the engine's loads, of which a probe makes two.
 
 A run's preflight asks the same question for its own target. Record another environment with
 
