@@ -3,8 +3,9 @@
 Legend: S tokens, L captured ids, H hidden size, N decoder layers of the miniature.
 
 A miniature of the target runs through the engine with the code that captures real targets, twice: once with
-all layers, a few prompts; once with three auxiliary layers as in a real run, 30 prompts in one batch. The
-measure is transformers' own `hidden_states` in fp32, so the probe also holds for the engine `reference`.
+all layers and a few prompts, vLLM without compilation; once with three auxiliary layers and 30 prompts as in
+a real run, compiled if that is. The measure is transformers' own `hidden_states` in fp32, so the probe also
+holds for the engine `reference`.
 
 `python -m eagle3_core.capture.probe --all --engine vllm --device cuda --record FILE` probes every known
 architecture from an engine environment alone.
@@ -124,7 +125,8 @@ def _probe(spec: ProbeSpec, progress: Progress) -> _Findings:
     every, three = probe_layer_ids(info.num_layers, spec.config.target.aux_layer_ids)
     progress(1, 3, "parts", "capturing every layer", force=True)
     samples = layer_requests(info.vocab_size)
-    stored = capture_miniature(config, info, every, samples, folder / LAYERS)
+    eager = config.model_copy(update={"engine": config.engine.model_copy(update={"enforce_eager": True})})
+    stored = capture_miniature(eager, info, every, samples, folder / LAYERS)
     distances = measure.distances(stored, samples, (*every, info.num_layers))
     layers = tuple(map(_layer_check, distances))
     wrong = layer_problem(distances)

@@ -51,13 +51,18 @@ def known_architecture(name: str) -> dict[str, Any]:
 def architecture_run(
     engine: Literal["vllm", "sglang", "reference"], device: str, python: str = sys.executable
 ) -> RunConfig:
-    """A run configuration for probing architectures of which no target is there."""
+    """A run configuration for probing architectures of which no target is there; vLLM without compilation."""
     return RunConfig.model_validate(
         {
             "name": "probe",
             "target": {"model": "architecture"},
             "capture": {"engine": engine},
-            "engine": {"python": python, "device": device, "gpu_memory_utilization": GPU_MEMORY_UTILIZATION},
+            "engine": {
+                "python": python,
+                "device": device,
+                "gpu_memory_utilization": GPU_MEMORY_UTILIZATION,
+                "enforce_eager": True,
+            },
         }
     )
 
@@ -132,6 +137,7 @@ def probe_key(config: RunConfig, target_config: dict[str, Any], versions: Engine
         "engine": versions.capture_engine(config),
         "packages": {name: versions.packages.get(name) for name in ("torch", "transformers")},
         "device": config.engine.device,
+        "enforce_eager": config.engine.enforce_eager,
         "sglang": [config.capture.sglang_hooks, config.capture.sglang_attention_backend],
         "tensor_parallel_size": tensor_parallel_size(config),
         "captures_embedding": 0 in (config.target.aux_layer_ids or ()),

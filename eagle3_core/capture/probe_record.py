@@ -27,9 +27,10 @@ that 30 requests of mixed lengths (batched, cut into parts, repeated, with share
 states back. *Error* is the greatest median distance of a layer to its own state, *next* the smallest to
 another one. `unsupported` was seen before anything was loaded. An architecture that fails on one device may
 be right on another: SGLang on the CPU has only its plain attention, without latent attention and sinks.
-Seconds count the engine's loads, of which a probe makes two.
+Seconds count the engine's loads, of which a probe makes two; here vLLM runs without compilation.
 
-A run's preflight asks the same question for its own target. Record another environment with
+A run's preflight asks the same question for its own target, with vLLM compiled if the run has it so. Record
+another environment with
 
     eagle3 probe --all --engine vllm --device cpu --record docs/compatibility/NAME.json
 """
