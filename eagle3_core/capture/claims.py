@@ -43,7 +43,7 @@ class ShardClaims:
     def take(self, name: str) -> bool:
         """Claim a shard; False where a living owner has it."""
         path = self._path(name)
-        if not self._make(path) and not self._take_over(path):
+        if not self._make(path) and not self.is_mine(name) and not self._take_over(path):
             return False
         with self._lock:
             self._mine.add(name)
@@ -63,7 +63,7 @@ class ShardClaims:
     def is_held_elsewhere(self, name: str) -> bool:
         """Whether a living owner other than this process works on the shard."""
         path = self._path(name)
-        return path.exists() and not self.is_mine(name) and not self._is_free(path)
+        return path.exists() and not self.is_mine(name) and not self._is_free(path, _read(path))
 
     def close(self) -> None:
         """Give all claims back."""
@@ -88,13 +88,9 @@ class ShardClaims:
         finally:
             draft.unlink(missing_ok=True)
 
-    def _is_free(self, path: Path) -> bool:
-        owner = _read(path)
-        if owner is None:
-            return not path.exists()
-        if owner["token"] == self._owner["token"]:
-            return False
-        process = ProcessId.parse(owner["process"])
+    def _is_free(self, path: Path, owner: dict[str, str] | None) -> bool:
+        """Whether the owner that a claim names is gone; one that a crash left unreadable is judged by age."""
+        process = ProcessId.parse(owner["process"]) if owner else None
         if process is not None and process.namespace == ProcessId.current().namespace:
             return process.is_gone()
         self._clock.touch()
@@ -104,18 +100,17 @@ class ShardClaims:
             return True
 
     def _take_over(self, path: Path) -> bool:
-        return self._is_free(path) and self._remove_stale(path) and self._make(path)
+        owner = _read(path)
+        return self._is_free(path, owner) and self._remove_stale(path, owner) and self._make(path)
 
-    def _remove_stale(self, path: Path) -> bool:
+    def _remove_stale(self, path: Path, owner: dict[str, str] | None) -> bool:
         """Move a dead owner's claim away; only one of several that try it succeeds."""
-        before = _read(path)
         grave = path.with_name(f".{path.name}-dead-{self._owner['token']}")
         try:
             path.rename(grave)
         except FileNotFoundError:
             return True
-        moved = _read(grave)
-        if moved != before:  # another process took it over in between: give its claim back
+        if _read(grave) != owner:  # another process took it over in between: give its claim back
             with contextlib.suppress(FileExistsError):
                 os.link(grave, path)
             grave.unlink(missing_ok=True)

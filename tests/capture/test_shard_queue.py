@@ -94,6 +94,48 @@ def test_the_claim_of_another_host_counts_as_long_as_it_is_touched(staging: Stag
     claims.close()
 
 
+def test_a_claim_that_a_crash_left_empty_is_taken_over_when_it_is_old(staging: Staging) -> None:
+    staging.claims.mkdir(parents=True)
+    path = staging.claims / "a.claim"
+    path.write_text("")
+    claims = ShardClaims(staging.claims, stale_seconds=90)
+    assert claims.is_held_elsewhere("a")
+    os.utime(path, (0, 0))
+    assert not claims.is_held_elsewhere("a")
+    assert claims.take("a")
+    claims.close()
+
+
+def test_a_dead_claim_that_another_host_takes_over_first_stays_with_that_host(
+    staging: Staging, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    foreign_claim(staging, age_seconds=100)
+    first, second = (ShardClaims(staging.claims, stale_seconds=90) for _ in range(2))
+    judge = second._is_free
+
+    def judge_slowly(*arguments):  # type: ignore[no-untyped-def]
+        found = judge(*arguments)
+        assert first.take("a")
+        return found
+
+    monkeypatch.setattr(second, "_is_free", judge_slowly)
+    assert not second.take("a")
+    assert first.is_mine("a")
+    first.close()
+    second.close()
+
+
+def test_a_claim_that_was_thought_lost_can_be_taken_again(
+    queue: ShardQueue, staging: Staging, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shard = queue.take(0)
+    assert shard == SHARDS[0]
+    with monkeypatch.context() as away:
+        away.setattr(ShardClaims, "is_mine", lambda *_: False)
+        assert not queue.publish(0, finished(staging, shard), {})
+    assert queue.take(0) == SHARDS[0]
+
+
 def test_a_shard_is_published_with_its_entry_and_not_given_again(staging: Staging, queue: ShardQueue) -> None:
     shard = queue.take(0)
     assert shard == SHARDS[0]
