@@ -1,7 +1,9 @@
 """A capture session whose engine goes wrong on request; run in place of `eagle3_core.capture.session`.
 
-The engine is the reference, in its own process as always. Faults come from the environment:
+The engine is the reference, in its own process as always, or a quick one whose states are random numbers.
+What it does comes from the environment:
 
+    FAULT_ENGINE   `random` for the quick engine
     FAULT_KILLS    keys, comma-separated: computing one of these samples kills the process, each time
     FAULT_ONCE     path: the process kills itself once, at the sample whose key the file holds
     FAULT_STALLS   path: the same, but the process hangs instead
@@ -15,14 +17,23 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from eagle3_core.artifacts import FileEntry
 from eagle3_core.capture import session
-from eagle3_core.capture.job import Journal
-from eagle3_core.capture.reference import ReferenceModel
+from eagle3_core.capture.assemble import ShardAssembler
+from eagle3_core.capture.job import CaptureJob, Journal
+from eagle3_core.config import RunConfig
+from eagle3_core.store.dataset import Sample
+from eagle3_core.store.shards import PlannedShard
+from eagle3_core.target.info import TargetInfo
+
+if TYPE_CHECKING:
+    from eagle3_core.capture.reference import ReferenceModel
 
 original_started = Journal.started
-original_init = ReferenceModel.__init__
 
 
 def started(self: Journal, key: str) -> None:
@@ -37,6 +48,35 @@ def started(self: Journal, key: str) -> None:
         time.sleep(600)
 
 
+def capture_random(
+    config: RunConfig,
+    info: TargetInfo,
+    job: CaptureJob,
+    samples: Sequence[Sample],
+    on_tokens: Callable[[int], None],
+    take: Callable[[], PlannedShard | None] | None = None,
+) -> Iterator[tuple[PlannedShard, FileEntry]]:
+    """An engine without a model, for tests of what happens around engines."""
+    import torch
+
+    _load()
+    on_tokens(0)
+    assert take is not None
+    assembler, journal = ShardAssembler(job, samples), job.journal
+    while (shard := take()) is not None:
+        for sample in sorted(job.samples_of(shard, samples), key=lambda one: one.key not in job.alone):
+            journal.started(sample.key)
+            states = torch.randn(len(sample), len(job.capture_ids), info.hidden_size)
+            journal.finished(sample.key)
+            assembler.add(sample.key, sample.input_ids.tolist(), states)
+            on_tokens(len(sample))
+        assembler.drain()
+        entry = job.finished_entry(shard)
+        assert entry is not None
+        yield shard, entry
+    assembler.close()
+
+
 def _is_due(variable: str, key: str) -> bool:
     path = Path(os.environ.get(variable, "/nonexistent"))
     if not path.is_file() or path.read_text() != key:
@@ -47,16 +87,26 @@ def _is_due(variable: str, key: str) -> bool:
 
 def init(self: ReferenceModel, *arguments: object, **named: object) -> None:
     """Load the model, or do not."""
+    _load()
+    original_init(self, *arguments, **named)  # type: ignore[arg-type]
+
+
+def _load() -> None:
     if os.environ.get("FAULT_LOAD") == "dies":
         os.kill(os.getpid(), signal.SIGSEGV)
     if os.environ.get("FAULT_LOAD") == "hangs":
         time.sleep(600)
-    original_init(self, *arguments, **named)  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":
     Journal.started = started  # type: ignore[method-assign]
-    ReferenceModel.__init__ = init  # type: ignore[method-assign]
+    if os.environ.get("FAULT_ENGINE") == "random":
+        session.capture_engine = lambda name: capture_random  # type: ignore[assignment]
+    else:
+        from eagle3_core.capture.reference import ReferenceModel
+
+        original_init = ReferenceModel.__init__
+        ReferenceModel.__init__ = init  # type: ignore[method-assign]
     code = session.main(sys.argv[1])
     sys.stdout.flush()
     os._exit(code)

@@ -38,6 +38,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def faulty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("eagle3_core.capture.replica.SESSION_MODULE", "tests.capture.faulty_session")
+    monkeypatch.setenv("FAULT_ENGINE", "random")
 
 
 def spec_of(root: Path, target: Path, **capture: object) -> StepSpec:
@@ -71,6 +72,7 @@ def test_samples_that_kill_the_engine_twice_are_named_and_left_out_and_the_other
     tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAULT_KILLS", "sample-006,sample-007")
+    monkeypatch.setenv("FAULT_ENGINE", "reference")
     data = {"generation": {"temperature": 1.0}}
     spec = capture_spec(tmp_path, target, SAMPLES, capture=TWO_EACH, data=data)
     result = extract.run(spec, PROGRESS)
