@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -158,6 +159,30 @@ def test_other_layer_ids_get_a_folder_of_their_own(tmp_path: Path, target: Path)
     with pytest.raises(CaptureError, match=r"aux_layer_ids \[2, 4, 5\] \(now \[1, 3, 6\]\)"):
         extract.run(mixed, PROGRESS)
     assert stamps(capture_folder(first)) == before
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("dtype", "dtype float32 (now bfloat16)"),
+        ("weights", "target "),
+        ("tokens", "content "),
+    ],
+)
+def test_a_half_done_capture_goes_on_only_with_what_it_was_begun_with(
+    tmp_path: Path, target: Path, what: str, message: str, no_engine: None
+) -> None:
+    begun = capture_spec(tmp_path, target, SAMPLES, capture=ONE_SHARD_EACH)
+    folder, samples, dtype = target, SAMPLES, "bfloat16" if what == "dtype" else "float32"
+    if what == "weights":
+        folder = make_tiny_target(tmp_path / "retrained", seed=1)
+    if what == "tokens":  # another max_length or another template
+        samples = make_samples([20, 31, 16, 40, 25, 18, 33, 21])
+    now = capture_spec(tmp_path, folder, samples, capture=ONE_SHARD_EACH, target={"dtype": dtype})
+    assert now.outputs["capture"].ref != begun.outputs["capture"].ref
+    with pytest.raises(CaptureError, match=re.escape(message)):
+        extract.run(now.model_copy(update={"outputs": begun.outputs}), PROGRESS)
+    assert not capture_folder(begun).exists()
 
 
 def test_what_cannot_be_captured_is_refused_before_a_model_is_loaded(
