@@ -39,7 +39,7 @@ class StatesWorker:
     def __init__(self, job: CaptureJob, cache: torch.Tensor) -> None:
         if str(cache.dtype) != f"torch.{job.layout.dtype}":
             raise CaptureError(f"vLLM holds captured states as {cache.dtype}", expected=job.layout.dtype)
-        self._job, self._cache = job, cache
+        self._job, self._cache = job, words(cache)
         self._stream = torch.cuda.Stream(cache.device) if cache.is_cuda else None
         samples = read_dataset(Path(job.dataset_folder))
         self._assembler = ShardAssembler(job, samples, pin_memory=cache.is_cuda)
@@ -98,11 +98,11 @@ class StatesWorker:
         device, (size, num_aux) = self._cache.device, (self._cache.shape[1], place.aux_states.shape[1])
         blocks = blocks.to(device, non_blocking=True)
         aux = self._cache[:, :, :num_aux][blocks].flatten(0, 1)[:num_tokens]
-        place.aux_states.copy_(aux, non_blocking=True)
+        words(place.aux_states).copy_(aux, non_blocking=True)
         if len(place.final_rows):
             rows = place.final_rows.to(device, non_blocking=True)
             final = self._cache[:, :, num_aux][blocks[rows // size], rows % size]
-            place.final_states.copy_(final, non_blocking=True)
+            words(place.final_states).copy_(final, non_blocking=True)
 
     def _confirm(self, wait: bool) -> set[str]:
         done: set[str] = set()
@@ -116,3 +116,9 @@ class StatesWorker:
                 waiting.append((request, event))
         self._copies = waiting
         return done
+
+
+def words(states: torch.Tensor) -> torch.Tensor:
+    """The same bytes as elements of eight bytes where rows allow: a GPU gathers fewer of them sooner."""
+    whole = states.shape[-1] * states.element_size() % 8 == 0
+    return states.view(torch.int64) if whole else states
