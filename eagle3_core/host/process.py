@@ -6,6 +6,7 @@ that starts the same step inside a container needs another command and nothing e
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import signal
 import subprocess
@@ -237,7 +238,8 @@ class Supervisor:
         finished = _wait(self._process, 0.0 if interrupted else DRAIN_SECONDS)
         self._tree.end(0.0 if finished else GRACE_SECONDS)
         if self._process.stdin is not None:
-            self._process.stdin.close()
+            with contextlib.suppress(BrokenPipeError):  # an answer that came too late is still in its buffer
+                self._process.stdin.close()
         return self._process.wait()
 
     def drain(self) -> Iterator[str]:

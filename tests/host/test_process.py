@@ -16,7 +16,7 @@ import pytest
 from eagle3_core.config import EngineConfig
 from eagle3_core.contracts import ProgressEvent, StepSpec, VerifyResult
 from eagle3_core.errors import EXIT_STEP_FAILED, HostError, StepError
-from eagle3_core.host.process import describe_status, run_step
+from eagle3_core.host.process import Supervisor, describe_status, run_step
 from eagle3_core.host.process_tree import STEP_VARIABLE, ProcessId, end_orphans
 from eagle3_core.planning import plan_run
 from tests.doubles.profile import stand_in_config
@@ -202,6 +202,18 @@ def test_a_healthy_step_is_no_orphan(tmp_path):
     runner.send_signal(signal.SIGINT)
     runner.wait()
     assert wait_for(lambda: not living_steps(runner.pid))
+
+
+def test_an_answer_that_a_process_did_not_live_to_read_is_no_error():
+    command = [sys.executable, "-c", "import os; print('want', flush=True); os._exit(7)"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    supervisor = Supervisor(process, "no-token")
+    for _ in supervisor.lines(None, None):
+        process.wait()
+        with pytest.raises(BrokenPipeError):
+            process.stdin.write(b"3\n")
+            process.stdin.flush()
+    assert supervisor.end() == 7
 
 
 def test_a_missing_interpreter_is_an_error_with_a_remedy(tmp_path):
