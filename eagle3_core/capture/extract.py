@@ -141,6 +141,9 @@ class _Work:
             else:
                 self._record(self._writer, shard, entry)
         self._mark_done(self._writer.files)
+        for shard in self._job.shards:
+            if shard.file_name not in self._writer.files and self._queue.reopen(shard.index):
+                self._count.was_lost(shard)
         return True
 
     def _adopt(self, manifest: Manifest | None) -> None:
@@ -254,6 +257,12 @@ class _Count:
         self._there += self._num_tokens(shard)
         self._num_done += 1
         self._done_bytes += shard.bytes
+
+    def was_lost(self, shard: PlannedShard) -> None:
+        """A shard that was counted turned out damaged."""
+        self._there -= self._num_tokens(shard)
+        self._num_done -= 1
+        self._done_bytes -= shard.bytes
 
     def shard_done(self, shard: PlannedShard) -> None:
         """A shard was finished while this step worked."""

@@ -132,6 +132,13 @@ class Journal:
                 begun.pop(line[1:], None)
         return list(begun)
 
+    def has_finished_any(self) -> bool:
+        """Whether the engine has computed a sample at all."""
+        try:
+            return any(line.startswith("-") for line in self._path.read_text().splitlines())
+        except FileNotFoundError:
+            return False
+
     def _append(self, line: str) -> None:
         if self._descriptor is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)

@@ -2,7 +2,8 @@
 
 An engine that dies is started again and its shards are done again. What it was computing when it died is
 suspected: the next session sends these samples first, one at a time, so that a sample which kills the engine
-again is alone and named; it is then quarantined, and the session after goes on without it.
+again is alone and named; it is then quarantined, and the session after goes on without it. An engine that dies
+of whatever it is given convicts nobody: where no sample at all was computed, the quarantine is lifted again.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import shutil
 import socket
 import threading
 import time
+import uuid
 from collections.abc import Callable, Sequence
 
 from eagle3_core.capture.job import CaptureJob
@@ -70,7 +72,8 @@ class EnginePool:
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._fruitless = 0
-        self._sessions = 0
+        self._has_computed = False
+        self._convicted: list[str] = []
         self._error: BaseException | None = None
         self.num_restarts = 0
 
@@ -80,7 +83,12 @@ class EnginePool:
         return any(thread.is_alive() for thread in self._threads)
 
     def start(self) -> None:
-        """Start the replicas that can get a shard."""
+        """Start the replicas that can get a shard.
+
+        Raises:
+            CaptureError: more samples are quarantined than the limit.
+        """
+        self._check_limit(list(self._staging.quarantined()))
         missing = len(self._queue.missing())
         self._threads = [
             threading.Thread(target=self._work, args=(replica,), name=f"replica-{replica.index}")
@@ -124,6 +132,7 @@ class EnginePool:
         with self._lock:
             self.num_restarts += 1
             self._on_tokens(-session.unpublished_tokens)
+            self._has_computed |= end.has_computed
             self._queue.give_back(unfinished, end.in_flight, self._shard_of)
             names = ", ".join(self._job_shard(index).file_name for index in unfinished) or "no shard"
             logger.warning("%s%s; %s will be done again", replica.label, end.reason, names)
@@ -141,23 +150,41 @@ class EnginePool:
         """Quarantine a sample that killed an engine again, alone; returns whether there was one.
 
         Raises:
-            CaptureError: more of them than the limit.
+            CaptureError: more of them than the limit, or the engine has computed none of all that it was given.
         """
         if len(end.in_flight) != 1 or end.in_flight[0] not in job.alone:
             return False
         key = end.in_flight[0]
+        self._check_limit([*self._staging.quarantined(), key])
+        self._convicted.append(key)
+        if not self._has_computed and len(self._convicted) >= MAX_FRUITLESS_DEATHS:
+            self._lift_quarantine()
+            raise CaptureError(
+                f"{self._job.engine} died of {', '.join(self._convicted)}, each alone, and computed no sample "
+                f"at all; at last: {end.reason}",
+                remedy="see the log above: the engine does not run here, whatever the sample",
+            ) from end.error
         self._staging.quarantine(key, f"killed {self._job.engine} twice: {end.reason}")
         self._queue.acquit(key, self._shard_of[key])
         self._fruitless = 0
         logger.warning("sample %s killed the engine twice, the second time alone: quarantined", key)
-        found, limit = self._staging.quarantined(), self._config.capture.max_quarantined_samples
-        if len(found) > limit:
-            raise CaptureError(
-                f"{len(found)} samples are quarantined ({', '.join(list(found)[:5])})",
-                expected=f"at most {limit} (capture.max_quarantined_samples)",
-                remedy="see why they kill the engine, or raise the limit",
-            )
         return True
+
+    def _check_limit(self, keys: list[str]) -> None:
+        """Refuse to leave out more samples than the limit; the last one is not quarantined then."""
+        limit = self._config.capture.max_quarantined_samples
+        if len(keys) > limit:
+            if not self._has_computed:
+                self._lift_quarantine()
+            raise CaptureError(
+                f"{len(keys)} samples kill the engine ({', '.join(keys[:5])})",
+                expected=f"at most {limit} (capture.max_quarantined_samples)",
+                remedy="see why they do, or raise the limit",
+            )
+
+    def _lift_quarantine(self) -> None:
+        for key in self._convicted:
+            self._staging.lift_quarantine(key)
 
     def _job_shard(self, index: int) -> PlannedShard:
         return next(shard for shard in self._job.shards if shard.index == index)
@@ -165,8 +192,7 @@ class EnginePool:
     def next_job(self) -> CaptureJob:
         """The job of a new session: with a folder of its own and what is known of samples by now."""
         with self._lock:
-            self._sessions += 1
-            name = f"{socket.gethostname()}-{os.getpid()}-{self._sessions}"
+            name = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:12]}"
             return self._job.model_copy(
                 update={
                     "folder": str(self._staging.open_session(name)),
@@ -198,6 +224,7 @@ class EnginePool:
         if not self._queue.publish(index, session.job, facts):
             logger.warning("%s%s was taken over by another host", replica.label, shard.file_name)
         self._fruitless = 0
+        self._has_computed |= bool(session.job.samples_of(shard, self._samples))
 
     def count(self, tokens: int) -> None:
         """Count captured tokens of any session."""

@@ -43,6 +43,7 @@ class SessionEnd:
     error: Eagle3Error | None = None
     was_loaded: bool = False
     in_flight: list[str] = field(default_factory=list)
+    has_computed: bool = False
 
 
 @dataclass(frozen=True)
@@ -172,8 +173,9 @@ class _Watch:
 
     def end(self, kind: EndKind, reason: str = "", error: Eagle3Error | None = None) -> SessionEnd:
         """A `SessionEnd` with what the journal tells."""
-        in_flight = self._job.journal.in_flight() if kind == "died" else []
-        return SessionEnd(kind, reason, error, self._loaded, in_flight)
+        journal = self._job.journal
+        in_flight = journal.in_flight() if kind == "died" else []
+        return SessionEnd(kind, reason, error, self._loaded, in_flight, journal.has_finished_any())
 
     def _act(self, event: dict[str, Any]) -> None:
         name = event["event"]

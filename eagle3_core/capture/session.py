@@ -113,6 +113,9 @@ def main(path: str) -> int:
     samples = read_dataset(Path(spec.job.dataset_folder))
     line = _Line(spec.job, samples)
     try:
+        if not any(spec.job.samples_of(shard, samples) for shard in spec.job.shards):
+            line.take()  # writes what is left, all of it empty
+            return EXIT_OK
         info = inspect_target(Path(spec.target_path))
         capture = capture_engine(spec.config.capture.engine)
         for shard, _ in capture(spec.config, info, spec.job, samples, line.on_tokens, line.take):

@@ -48,9 +48,9 @@ class Staging:
         return self.path / "claims"
 
     def open_session(self, name: str) -> Path:
-        """Make the folder of an engine session of this process."""
+        """Make the folder of an engine session of this process; nobody has used its name before."""
         folder = self.path / "sessions" / name
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True)
         (folder / OWNER_NAME).write_text(str(ProcessId.current()))
         return folder
 
@@ -99,13 +99,18 @@ class Staging:
 
     def quarantine(self, key: str, reason: str) -> None:
         """Leave a sample out from now on."""
-        name = hashlib.sha256(key.encode()).hexdigest()[:24]
-        record = json.dumps({"key": key, "reason": reason})
-        write_atomic(self.path / "quarantine" / f"{name}.json", record)
+        write_atomic(self._quarantine_path(key), json.dumps({"key": key, "reason": reason}))
+
+    def lift_quarantine(self, key: str) -> None:
+        """Ask for a sample again from now on."""
+        self._quarantine_path(key).unlink(missing_ok=True)
 
     def remove(self) -> None:
         """Remove the folder of a finished capture."""
         shutil.rmtree(self.path, ignore_errors=True)
+
+    def _quarantine_path(self, key: str) -> Path:
+        return self.path / "quarantine" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
 
     def _entry_path(self, shard: PlannedShard) -> Path:
         return self.path / "entries" / f"{Path(shard.file_name).stem}.json"
@@ -146,6 +151,13 @@ class ShardQueue:
         """A shard is there, whoever made it."""
         with self._lock:
             self._states[index].is_done = True
+
+    def reopen(self, index: int) -> bool:
+        """A shard that seemed to be there is not; returns whether it seemed so."""
+        with self._lock:
+            state = self._states[index]
+            was_done, state.is_done = state.is_done, False
+            return was_done
 
     def missing(self) -> list[PlannedShard]:
         """Shards that are not there yet."""

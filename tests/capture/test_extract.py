@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from eagle3_core.capture import extract
 from eagle3_core.contracts import StepSpec
 from eagle3_core.errors import CaptureError, TargetError
 from eagle3_core.step import Progress
-from eagle3_core.store.local import LocalStore
+from eagle3_core.store.files import folder_lock
+from eagle3_core.store.local import MANIFEST_NAME, LocalStore
 from eagle3_core.store.shards import PlannedShard, ShardReader
 from tests.capture.runs import capture_folder, capture_spec, make_samples
 from tests.tiny import make_tiny_target
@@ -144,6 +146,31 @@ def test_damaged_and_missing_shards_are_remade_alone_and_alike(tmp_path: Path, t
     }
     assert after[paths[6].name] == before[paths[6].name]
     assert store.is_intact(spec.outputs["capture"].ref)
+
+
+def test_who_takes_the_lead_makes_a_damaged_shard_again_that_it_had_thought_finished(
+    tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = capture_spec(tmp_path, target, SAMPLES, capture=ONE_SHARD_EACH)
+    extract.run(spec, PROGRESS)
+    folder = capture_folder(spec)
+    manifest = folder / MANIFEST_NAME
+    manifest.write_text(manifest.read_text().replace('"complete"', '"partial"'))
+    path = min(folder.glob("*.safetensors"))
+    path.write_bytes(path.read_bytes()[:-1])
+    lead, leader = extract._Work._lead, contextlib.ExitStack()
+    leader.enter_context(folder_lock(folder))
+
+    def lead_once_the_leader_is_gone(work: extract._Work) -> bool:
+        is_new = lead(work)
+        leader.close()
+        return is_new
+
+    monkeypatch.setattr(extract._Work, "_lead", lead_once_the_leader_is_gone)
+    monkeypatch.setattr(extract._Work, "_report_wait", lambda _: pytest.fail("waits for ever"))
+    result = extract.run(spec, PROGRESS)
+    assert (result.num_shards, result.num_new_shards) == (len(SAMPLES), 1)
+    assert LocalStore(spec.config.store_path).is_intact(spec.outputs["capture"].ref)
 
 
 def test_other_layer_ids_get_a_folder_of_their_own(tmp_path: Path, target: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from eagle3_core.artifacts import FileEntry
 from eagle3_core.capture import extract, verify
+from eagle3_core.capture.shard_queue import Staging
 from eagle3_core.config import PROJECT_ROOT
 from eagle3_core.contracts import ExtractResult, StepOutcome, StepSpec
 from eagle3_core.errors import CaptureError
@@ -93,8 +94,42 @@ def test_more_quarantined_samples_than_the_limit_end_the_stage(
     tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAULT_KILLS", "sample-003")
-    with pytest.raises(CaptureError, match=r"1 samples are quarantined .*max_quarantined_samples"):
-        extract.run(spec_of(tmp_path, target, max_quarantined_samples=0), PROGRESS)
+    spec = spec_of(tmp_path, target, max_quarantined_samples=0)
+    for _ in range(2):
+        with pytest.raises(CaptureError, match=r"1 samples kill the engine .*max_quarantined_samples"):
+            extract.run(spec, PROGRESS)
+
+
+def test_a_limit_that_was_lowered_meanwhile_holds_for_what_is_quarantined_already(
+    tmp_path: Path, target: Path
+) -> None:
+    spec = spec_of(tmp_path, target, max_quarantined_samples=0)
+    Staging(LocalStore(spec.config.store_path), spec.outputs["capture"].ref).quarantine("sample-003", "why")
+    with pytest.raises(CaptureError, match=r"1 samples kill the engine \(sample-003\)"):
+        extract.run(spec, PROGRESS)
+
+
+def test_an_engine_that_dies_of_every_sample_convicts_none(
+    tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAULT_KILLS", ",".join(sample.key for sample in SAMPLES))
+    spec = spec_of(tmp_path, target)
+    with pytest.raises(CaptureError, match=r"died of sample-000, .* each alone, and computed no sample"):
+        extract.run(spec, PROGRESS)
+    assert not Staging(LocalStore(spec.config.store_path), spec.outputs["capture"].ref).quarantined()
+
+
+def test_shards_of_quarantined_samples_alone_are_written_without_an_engine(
+    tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAULT_LOAD", "dies")
+    spec = spec_of(tmp_path, target, max_quarantined_samples=len(SAMPLES))
+    staging = Staging(LocalStore(spec.config.store_path), spec.outputs["capture"].ref)
+    for sample in SAMPLES:
+        staging.quarantine(sample.key, "killed it")
+    result = extract.run(spec, PROGRESS)
+    assert (result.num_shards, result.num_samples, result.num_restarts) == (5, 0, 0)
+    assert stored_keys(spec) == [[]] * 5
 
 
 def test_an_engine_that_never_loads_ends_the_stage_with_the_last_reason(
