@@ -2,8 +2,8 @@
 
 An engine that dies is started again and its shards are done again. What it was computing when it died is
 suspected: the next session sends these samples first, one at a time, so that a sample which kills the engine
-again is alone and named; it is then quarantined, and the session after goes on without it. An engine that dies
-of whatever it is given convicts nobody: where no sample at all was computed, the quarantine is lifted again.
+again is alone and named; it is then quarantined, and the session after goes on without it. An engine that
+dies of whatever it is given convicts nobody: where no sample at all was computed, the quarantine is lifted.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class EnginePool:
         """Quarantine a sample that killed an engine again, alone; returns whether there was one.
 
         Raises:
-            CaptureError: more of them than the limit, or the engine has computed none of all that it was given.
+            CaptureError: more of them than the limit, or the engine has computed none of all its samples.
         """
         if len(end.in_flight) != 1 or end.in_flight[0] not in job.alone:
             return False
@@ -160,8 +160,8 @@ class EnginePool:
         if not self._has_computed and len(self._convicted) >= MAX_FRUITLESS_DEATHS:
             self._lift_quarantine()
             raise CaptureError(
-                f"{self._job.engine} died of {', '.join(self._convicted)}, each alone, and computed no sample "
-                f"at all; at last: {end.reason}",
+                f"{self._job.engine} died of {', '.join(self._convicted)}, each alone, and computed no "
+                f"sample at all; at last: {end.reason}",
                 remedy="see the log above: the engine does not run here, whatever the sample",
             ) from end.error
         self._staging.quarantine(key, f"killed {self._job.engine} twice: {end.reason}")

@@ -210,8 +210,8 @@ def test_an_answer_that_a_process_did_not_live_to_read_is_no_error():
     supervisor = Supervisor(process, "no-token")
     for _ in supervisor.lines(None, None):
         process.wait()
+        process.stdin.write(b"3\n")
         with pytest.raises(BrokenPipeError):
-            process.stdin.write(b"3\n")
             process.stdin.flush()
     assert supervisor.end() == 7
 
