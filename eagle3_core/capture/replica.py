@@ -263,9 +263,10 @@ def visible_devices() -> list[str]:
 
 
 def num_replicas(config: RunConfig, devices: list[str]) -> int:
-    """How many engines run side by side: `capture.replicas`, else as many as the GPUs hold."""
+    """How many engines run side by side: `capture.replicas`, else as many as the GPUs hold, or one on one port."""
     if config.capture.replicas is not None:
         return config.capture.replicas
-    if config.engine.device == "cpu":
+    is_server = config.capture.engine == "sglang" and config.capture.sglang_port is not None
+    if config.engine.device == "cpu" or is_server:
         return 1
     return max(1, len(devices) // config.engine.tensor_parallel_size)
