@@ -16,6 +16,7 @@ from eagle3_core.config import Dtype, RunConfig
 from eagle3_core.contracts import ProbeResult
 from eagle3_core.errors import ConfigError
 from eagle3_core.host.engine_info import EngineVersions
+from eagle3_core.host.lines import without_secrets
 from eagle3_core.store.files import write_atomic
 from eagle3_core.target.info import text_config
 
@@ -138,6 +139,8 @@ def probe_key(config: RunConfig, target_config: dict[str, Any], versions: Engine
         "packages": {name: versions.packages.get(name) for name in ("torch", "transformers")},
         "device": config.engine.device,
         "enforce_eager": config.engine.enforce_eager,
+        "environment": without_secrets(config).engine.environment,
+        "reference_batching": config.capture.reference_batching,
         "sglang": [config.capture.sglang_hooks, config.capture.sglang_attention_backend],
         "tensor_parallel_size": tensor_parallel_size(config),
         "captures_embedding": 0 in (config.target.aux_layer_ids or ()),

