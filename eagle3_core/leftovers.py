@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from eagle3_core.artifacts import ArtifactRef
+from eagle3_core.capture.shard_queue import Staging
 from eagle3_core.errors import StoreError
 from eagle3_core.store.files import TEMPORARY_PREFIX, folder_lock
 from eagle3_core.store.local import LocalStore, strangers
@@ -29,6 +30,7 @@ def remove_leftovers(store: LocalStore, artifacts: Iterable[ArtifactRef]) -> tup
         try:
             with folder_lock(folder, wait_seconds=0.0):
                 found = leftovers(store, ref)
+                _remove_staging(store, ref)
                 for path in found:
                     Path(path).unlink(missing_ok=True)
         except StoreError:
@@ -39,15 +41,29 @@ def remove_leftovers(store: LocalStore, artifacts: Iterable[ArtifactRef]) -> tup
 
 
 def leftovers(store: LocalStore, ref: ArtifactRef) -> dict[str, int]:
-    """Path and bytes of an artifact's temporary files and, once it is complete, of files it does not name."""
-    folder, manifest = store.folder(ref), store.find(ref)
-    if not folder.is_dir():
-        return {}
+    """Path and bytes of an artifact's temporary files and, once it is complete, of files it does not name.
+
+    Of a capture also what ended engine sessions have staged, and all that is staged once it is complete.
+    """
+    folder, manifest, staging = store.folder(ref), store.find(ref), Staging(store, ref)
     found = set(folder.rglob(f"{TEMPORARY_PREFIX}*"))
     if manifest is not None and manifest.state == "complete":
-        found |= set(strangers(folder, manifest))
+        found |= {*strangers(folder, manifest), *_files(staging.path)}
+    found |= {path for session in staging.dead_sessions() for path in _files(session)}
     sizes: dict[str, int] = {}
     for path in sorted(found):
         with contextlib.suppress(FileNotFoundError):  # its writer has just finished it
             sizes[str(path)] = path.stat().st_size
     return sizes
+
+
+def _remove_staging(store: LocalStore, ref: ArtifactRef) -> None:
+    """Remove the folders in which nothing of value is staged."""
+    manifest, staging = store.find(ref), Staging(store, ref)
+    if manifest is not None and manifest.state == "complete":
+        staging.remove()
+    staging.remove_dead_sessions()
+
+
+def _files(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]

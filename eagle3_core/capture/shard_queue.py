@@ -13,6 +13,7 @@ the staging folder, which whoever holds the capture's lock adds to the manifest.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import shutil
@@ -60,16 +61,20 @@ class Staging:
         What they had not published is lost with them. A session of another host is left alone: its own
         host removes it, at the latest with the finished capture.
         """
-        removed = []
+        dead = self.dead_sessions()
+        for folder in dead:
+            shutil.rmtree(folder, ignore_errors=True)
+        return [folder.name for folder in dead]
+
+    def dead_sessions(self) -> list[Path]:
+        """The folders of sessions whose step is known to be gone."""
+        dead = []
         for folder in sorted((self.path / "sessions").glob("*")):
-            try:
+            with contextlib.suppress(OSError):
                 owner = ProcessId.parse((folder / OWNER_NAME).read_text())
-            except OSError:
-                continue
-            if owner is not None and owner.is_gone():
-                shutil.rmtree(folder, ignore_errors=True)
-                removed.append(folder.name)
-        return removed
+                if owner is not None and owner.is_gone():
+                    dead.append(folder)
+        return dead
 
     def entry(self, shard: PlannedShard) -> FileEntry | None:
         """The manifest entry of a published shard, or None."""
