@@ -85,7 +85,8 @@ def check_combinations(config: RunConfig) -> str:
             expected="a token for every sequence of an engine step",
             remedy="raise the first or lower the second",
         )
-    if config.capture.sglang_port is not None and (config.capture.replicas or 1) > 1:
+    is_server = config.capture.engine == "sglang" and config.capture.sglang_port is not None
+    if is_server and (config.capture.replicas or 1) > 1:
         raise ConfigError(
             f"capture.sglang_port is set with {config.capture.replicas} replicas",
             remedy="set capture.replicas to 1, or capture.sglang_port to null",

@@ -263,7 +263,7 @@ def visible_devices() -> list[str]:
 
 
 def num_replicas(config: RunConfig, devices: list[str]) -> int:
-    """How many engines run side by side: `capture.replicas`, else as many as the GPUs hold, or one on one port."""
+    """How many engines run side by side: `capture.replicas`, else as many as the GPUs hold, one on a port."""
     if config.capture.replicas is not None:
         return config.capture.replicas
     is_server = config.capture.engine == "sglang" and config.capture.sglang_port is not None
