@@ -90,16 +90,20 @@ def need_on_host(config: RunConfig, target: TargetInfo, capture_bytes: int) -> M
 def need_on_gpu(config: RunConfig, target: TargetInfo) -> MemoryNeed:
     """What an engine needs of each of its GPUs: its part of the weights, and the longest sequence.
 
-    Keys and values are divided by heads, a latent vector and captured states are not.
+    That is the longest sequence of the engine that answers, or the longest sample with its states in the one
+    that captures. Keys and values are divided by heads, a latent vector and captured states are not.
     """
     tokens, parallel = config.engine.max_model_len, config.engine.tensor_parallel_size
     attention = target.attention
     heads = 1 if attention is None or attention.latent_size else attention.num_kv_heads or 1
-    return MemoryNeed(
-        weights=weight_bytes(target, config.target.dtype) // parallel,
-        kv_cache=kv_bytes(config, target, tokens) // min(parallel, heads),
-        states=tokens * state_bytes_per_token(config, target),
+    weights = weight_bytes(target, config.target.dtype) // parallel
+    answering, capturing = (
+        kv_bytes(config, target, count) // min(parallel, heads) for count in (tokens, config.data.max_length)
     )
+    states = config.data.max_length * state_bytes_per_token(config, target)
+    if answering > capturing + states:
+        return MemoryNeed(weights=weights, kv_cache=answering, states=0)
+    return MemoryNeed(weights=weights, kv_cache=capturing, states=states)
 
 
 def check_host(need: MemoryNeed, available: int) -> None:

@@ -33,9 +33,9 @@ def target(tmp_path: Path) -> TargetInfo:
     return inspect_target(write_sharded(tmp_path, LLAMA, LLAMA_FILES))
 
 
-def config(capture: dict[str, Any] | None = None, **engine: Any) -> RunConfig:
+def config(capture: dict[str, Any] | None = None, max_length: int = 2048, **engine: Any) -> RunConfig:
     document = {"name": "x", "target": {"model": "m"}, "capture": capture or {}, "engine": engine}
-    return parse_config(document)
+    return parse_config(document | {"data": {"max_length": max_length}})
 
 
 def with_attention(target: TargetInfo, **fields: Any) -> TargetInfo:
@@ -76,13 +76,21 @@ def test_the_host_holds_weights_cache_and_shards_in_flight_of_every_replica(targ
 
 
 def test_gpus_share_weights_and_heads_but_not_latent_vectors(target: TargetInfo) -> None:
-    four = config(device="cuda", tensor_parallel_size=4, max_model_len=100)
+    four = config(device="cuda", tensor_parallel_size=4, max_model_len=100, max_length=100)
     need = need_on_gpu(four, target)
     assert need.weights == 2 * NUM_PARAMETERS // 4
     assert need.kv_cache == kv_bytes(four, target, 100) // 2
     assert need.states == 100 * 4 * 8 * 2
     latent = with_attention(target, kind="mla", latent_size=5)
     assert need_on_gpu(four, latent).kv_cache == kv_bytes(four, latent, 100)
+
+
+def test_a_gpu_holds_the_states_of_the_longest_sample_not_of_the_longest_answer(target: TargetInfo) -> None:
+    """Keys and values of a token take 128 bytes, its states 64."""
+    long = need_on_gpu(config(device="cuda", max_model_len=1000, max_length=100), target)
+    assert (long.kv_cache, long.states) == (1000 * 128, 0)
+    short = need_on_gpu(config(device="cuda", max_model_len=120, max_length=100), target)
+    assert (short.kv_cache, short.states) == (100 * 128, 100 * 64)
 
 
 NEED = MemoryNeed(weights=70 * GIB, kv_cache=2 * GIB, states=0)
