@@ -96,6 +96,7 @@ class _Work:
         )  # fmt: skip
         self._lock = contextlib.ExitStack()
         self._writer: ArtifactWriter | None = None
+        self._is_following = False
         self._last_report = time.monotonic()
 
     def run(self) -> ExtractResult:
@@ -130,7 +131,9 @@ class _Work:
             writer = self._store.writer(self._plan, self._spec.run_id, wait_seconds=0.0)
             self._writer = self._lock.enter_context(writer)
         except FolderInUseError:
-            logger.info("another process leads %s: taking shards from the same plan", self._plan.ref)
+            if not self._is_following:
+                logger.info("another process leads %s: taking shards from the same plan", self._plan.ref)
+            self._is_following = True
             return False
         for shard in self._job.shards:
             entry = self._staging.entry(shard)

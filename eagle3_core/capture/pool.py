@@ -220,7 +220,7 @@ class EnginePool:
         }
         if keys:
             reasons = self._staging.quarantined()
-            facts["quarantined"] = {key: reasons[key] for key in keys}
+            facts["quarantined"] = {key: reasons.get(key, "killed an engine twice") for key in keys}
         if not self._queue.publish(index, session.job, facts):
             logger.warning("%s%s was taken over by another host", replica.label, shard.file_name)
         self._fruitless = 0

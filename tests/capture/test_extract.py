@@ -149,7 +149,7 @@ def test_damaged_and_missing_shards_are_remade_alone_and_alike(tmp_path: Path, t
 
 
 def test_who_takes_the_lead_makes_a_damaged_shard_again_that_it_had_thought_finished(
-    tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     spec = capture_spec(tmp_path, target, SAMPLES, capture=ONE_SHARD_EACH)
     extract.run(spec, PROGRESS)
@@ -158,17 +158,23 @@ def test_who_takes_the_lead_makes_a_damaged_shard_again_that_it_had_thought_fini
     manifest.write_text(manifest.read_text().replace('"complete"', '"partial"'))
     path = min(folder.glob("*.safetensors"))
     path.write_bytes(path.read_bytes()[:-1])
+    caplog.set_level("INFO")
     lead, leader = extract._Work._lead, contextlib.ExitStack()
     leader.enter_context(folder_lock(folder))
 
+    attempts: list[bool] = []
+
     def lead_once_the_leader_is_gone(work: extract._Work) -> bool:
-        is_new = lead(work)
-        leader.close()
-        return is_new
+        attempts.append(lead(work))
+        assert len(attempts) < 20, "waits for ever"
+        if len(attempts) == 3:
+            leader.close()
+        return attempts[-1]
 
     monkeypatch.setattr(extract._Work, "_lead", lead_once_the_leader_is_gone)
-    monkeypatch.setattr(extract._Work, "_report_wait", lambda _: pytest.fail("waits for ever"))
     result = extract.run(spec, PROGRESS)
+    assert attempts == [False, False, False, True]
+    assert caplog.text.count("another process leads") == 1
     assert (result.num_shards, result.num_new_shards) == (len(SAMPLES), 1)
     assert LocalStore(spec.config.store_path).is_intact(spec.outputs["capture"].ref)
 
