@@ -2,22 +2,22 @@
 
 Each sample is one request of its token ids with one new token; its request id names the sample. Hooks in the
 scheduler process (`sglang_hook`) read the states. Before the first sample, checks show that all hooks see
-their layers. At most `REQUESTS_PER_SLOT` requests for each of the engine's sequences are in flight, and at
-most `MAX_SHARDS_IN_FLIGHT` shards unfinished. A shard's file may appear after the last reply.
+their layers. At most `REQUESTS_PER_SLOT` requests for each of the engine's sequences are in flight. A shard's
+file may appear after the last reply.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
 from typing import Any
 
 from eagle3_core.artifacts import FileEntry
-from eagle3_core.capture.job import MAX_SHARDS_IN_FLIGHT, CaptureJob, EngineEndedError, iter_take
+from eagle3_core.capture.feed import OnTokens, SampleFeed, Take
+from eagle3_core.capture.job import CaptureJob, EngineEndedError
 from eagle3_core.capture.sglang_batch import check_rid, sample_rid
 from eagle3_core.capture.sglang_plan import (
     READY_NAME,
@@ -37,17 +37,12 @@ logger = logging.getLogger(__name__)
 
 REQUESTS_PER_SLOT = 2
 """The engine must have the next requests before it has answered those that it computes."""
-PENDING_BATCHES = 4
-"""Another shard is taken when fewer tokens than this many engine steps are waiting or being computed."""
 WAIT_SECONDS = 0.5
 POLL_SECONDS = 0.05
 CHECK_TOKENS = 8
 CHECK_SECONDS = 30.0
 WRITE_SECONDS = 300.0
 """Without a newly written shard for this time after the last reply, the writer is given up."""
-
-OnTokens = Callable[[int], None]
-Take = Callable[[], PlannedShard | None]
 
 
 def capture_with_sglang(
@@ -93,15 +88,12 @@ class SglangDriver:
         take: Take | None = None,
     ) -> None:
         self._engine, self._job, self._samples, self._on_tokens = engine, job, samples, on_tokens
-        self._take, self._journal = take or iter_take(job.shards), job.journal
-        self._most_requests = REQUESTS_PER_SLOT * config.engine.max_num_seqs
-        self._low_water = PENDING_BATCHES * config.capture.max_batched_tokens
-        self._alone = set(job.alone)
+        self._journal = job.journal
+        most_requests = REQUESTS_PER_SLOT * config.engine.max_num_seqs
+        self._feed: SampleFeed[Future[dict[str, Any]]] = SampleFeed(
+            job, samples, take, config.capture.max_batched_tokens, most_requests
+        )
         self._indices = {sample.key: index for index, sample in enumerate(samples)}
-        self._waiting: deque[Sample] = deque()
-        self._sent: dict[Future[dict[str, Any]], Sample] = {}
-        self._unfinished: list[PlannedShard] = []
-        self._more = True
         self._last_news = time.monotonic()
 
     def check_hooks(self, count: int) -> None:
@@ -133,48 +125,28 @@ class SglangDriver:
 
     def run(self) -> Iterator[tuple[PlannedShard, FileEntry]]:
         """Yield each shard that `take` gives with its manifest entry when it is written."""
-        while self._more or self._unfinished:
-            yield from self._take_finished()
+        while not self._feed.is_done:
+            for written in self._feed.finished():
+                self._last_news = time.monotonic()
+                yield written
             self._job.raise_failure()
-            while self._more and self._has_room():
-                self._begin(self._take())
-            self._send()
-            if self._sent:
+            self._feed.refill()
+            for sample in self._feed.to_send():
+                self._journal.started(sample.key)
+                rid = sample_rid(self._indices[sample.key])
+                self._feed.sent(self._engine.send(rid, sample.input_ids.tolist()), sample)
+            if self._feed.in_flight:
                 self._receive()
-            elif self._unfinished:
+            elif self._feed.unfinished:
                 self._await_writer()
 
-    def _has_room(self) -> bool:
-        """Whether to ask for a shard: soon enough for the engine, late enough for other replicas."""
-        pending = sum(map(len, self._waiting)) + sum(map(len, self._sent.values()))
-        return len(self._unfinished) < MAX_SHARDS_IN_FLIGHT and pending < self._low_water
-
-    def _begin(self, shard: PlannedShard | None) -> None:
-        if shard is None:
-            self._more = False
-            return
-        samples = self._job.samples_of(shard, self._samples)
-        self._waiting.extend(sorted(samples, key=lambda sample: sample.key not in self._alone))
-        self._unfinished.append(shard)
-
-    def _send(self) -> None:
-        """Send what waits and fits, but a suspect only while nothing else is in flight."""
-        while self._waiting and len(self._sent) < self._most_requests:
-            is_alone = self._waiting[0].key in self._alone
-            if self._sent and (is_alone or any(s.key in self._alone for s in self._sent.values())):
-                return
-            sample = self._waiting.popleft()
-            self._journal.started(sample.key)
-            rid = sample_rid(self._indices[sample.key])
-            self._sent[self._engine.send(rid, sample.input_ids.tolist())] = sample
-
     def _receive(self) -> None:
-        done, _ = wait(self._sent, timeout=WAIT_SECONDS, return_when=FIRST_COMPLETED)
+        done, _ = wait(self._feed.in_flight, timeout=WAIT_SECONDS, return_when=FIRST_COMPLETED)
         if not done:
             self._engine.check_alive()
         tokens = 0
         for reply in done:
-            sample = self._sent.pop(reply)
+            sample = self._feed.answered(reply)
             self._check_reply(sample, self._await(reply))
             self._journal.finished(sample.key)
             tokens += len(sample)
@@ -208,19 +180,11 @@ class SglangDriver:
                 raise
             raise CaptureError(f"SGLang did not answer ({type(error).__name__}: {error})") from error
 
-    def _take_finished(self) -> Iterator[tuple[PlannedShard, FileEntry]]:
-        for shard in list(self._unfinished):
-            entry = self._job.finished_entry(shard)
-            if entry is not None:
-                self._unfinished.remove(shard)
-                self._last_news = time.monotonic()
-                yield shard, entry
-
     def _await_writer(self) -> None:
         """Give the writer time: all requests are answered, but shards are still being written."""
         self._engine.check_alive()
         if time.monotonic() - self._last_news > WRITE_SECONDS:
-            names = ", ".join(shard.file_name for shard in self._unfinished)
+            names = ", ".join(shard.file_name for shard in self._feed.unfinished)
             raise CaptureError(
                 f"{self._job.engine} answered all requests, but {names} did not appear for "
                 f"{WRITE_SECONDS:.0f} s"

@@ -1,10 +1,8 @@
-"""Drives an unpatched vLLM through the missing shards of a capture.
+"""Drives an unpatched vLLM through shards of a capture.
 
-Each sample is one request of its token ids with one new token. Requests are sent shard by shard, and those of
-a new shard only while fewer than `MAX_SHARDS_IN_FLIGHT` are unfinished, so that host memory stays bounded and
-the engine always has work. vLLM hands a request's states to the connector in an engine step after the one in
-which the request ended; where no later request causes that step, a flush request does. Samples that may have
-killed an engine before are sent first, one at a time.
+Each sample is one request of its token ids with one new token; `SampleFeed` says which is sent when. vLLM
+hands a request's states to the connector in an engine step after the one in which the request ended; where no
+later request causes that step, a flush request does.
 """
 
 from __future__ import annotations
@@ -12,12 +10,12 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from eagle3_core.artifacts import FileEntry
-from eagle3_core.capture.job import MAX_SHARDS_IN_FLIGHT, CaptureJob, EngineEndedError, iter_take
+from eagle3_core.capture.feed import OnTokens, SampleFeed, Take
+from eagle3_core.capture.job import CaptureJob, EngineEndedError
 from eagle3_core.capture.vllm_support import check_vllm_support
 from eagle3_core.config import CAPTURE_MARGIN_TOKENS, RunConfig
 from eagle3_core.errors import CaptureError
@@ -32,11 +30,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DISK_POLL_SECONDS = 0.002
-PENDING_BATCHES = 4
-"""Another shard is taken when fewer tokens than this many engine steps are waiting or being computed."""
-
-OnTokens = Callable[[int], None]
-Take = Callable[[], PlannedShard | None]
 
 
 def capture_with_vllm(
@@ -146,56 +139,31 @@ class VllmDriver:
         take: Take | None = None,
     ) -> None:
         self._engine, self._job, self._samples, self._on_tokens = llm.llm_engine, job, samples, on_tokens
-        self._take = take or iter_take(job.shards)
-        batch = llm.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens
-        self._low_water = PENDING_BATCHES * batch
-        self._alone = set(job.alone)
-        self._waiting: deque[Sample] = deque()
-        self._sent: dict[str, Sample] = {}
-        self._unfinished: list[PlannedShard] = []
-        self._more = True
+        step_tokens = llm.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens
+        self._feed: SampleFeed[str] = SampleFeed(job, samples, take, step_tokens)
         self._is_flushed = False
         self._numbers = itertools.count()
 
     def run(self) -> Iterator[tuple[PlannedShard, FileEntry]]:
         """Yield each shard that `take` gives with its manifest entry when it is written."""
-        while self._more or self._unfinished:
-            yield from self._take_finished()
+        while not self._feed.is_done:
+            yield from self._feed.finished()
             self._job.raise_failure()
-            while self._more and self._has_room():
-                self._begin(self._take())
+            self._feed.refill()
             self._send()
             if self._engine.has_unfinished_requests():
                 self._step()
-            elif self._unfinished:
+            elif self._feed.unfinished:
                 self._flush()
 
-    def _has_room(self) -> bool:
-        """Whether to ask for a shard: soon enough for the engine, late enough for other replicas."""
-        pending = sum(map(len, self._waiting)) + sum(map(len, self._sent.values()))
-        return len(self._unfinished) < MAX_SHARDS_IN_FLIGHT and pending < self._low_water
-
-    def _begin(self, shard: PlannedShard | None) -> None:
-        if shard is None:
-            self._more = False
-            return
-        samples = self._job.samples_of(shard, self._samples)
-        self._waiting.extend(sorted(samples, key=lambda sample: sample.key not in self._alone))
-        self._unfinished.append(shard)
-
     def _send(self) -> None:
-        """Send what waits: everything, but a suspect only while nothing else is in flight."""
         from vllm.inputs import TokensPrompt
 
-        while self._waiting:
-            is_alone = self._waiting[0].key in self._alone
-            if self._sent and (is_alone or any(s.key in self._alone for s in self._sent.values())):
-                return
-            sample = self._waiting.popleft()
+        for sample in self._feed.to_send():
             number = f"sample-{next(self._numbers)}"
             prompt = TokensPrompt(prompt_token_ids=sample.input_ids.tolist())
             self._engine.add_request(number, prompt, _sampling(eagle3_sample=sample.key))
-            self._sent[number] = sample
+            self._feed.sent(number, sample)
             self._is_flushed = False
 
     def _step(self) -> None:
@@ -208,13 +176,13 @@ class VllmDriver:
             raise EngineEndedError(
                 f"the capture engine ended ({error})", remedy="see the log above"
             ) from error
-        done = [output for output in outputs if output.finished and output.request_id in self._sent]
+        done = [output for output in outputs if output.finished and output.request_id in self._feed.in_flight]
         for output in done:
             self._check_output(output)
         self._on_tokens(sum(len(output.prompt_token_ids or ()) for output in done))
 
     def _check_output(self, output: RequestOutput) -> None:
-        sample = self._sent.pop(output.request_id)
+        sample = self._feed.answered(output.request_id)
         if output.num_cached_tokens:
             raise CaptureError(
                 f"sample {sample.key}: {self._job.engine} computed "
@@ -229,20 +197,13 @@ class VllmDriver:
 
         if not self._is_flushed:
             prompt = TokensPrompt(prompt_token_ids=self._samples[0].input_ids[:1].tolist())
-            shards = [shard.index for shard in self._unfinished]
+            shards = [shard.index for shard in self._feed.unfinished]
             number = f"flush-{next(self._numbers)}"
             self._engine.add_request(number, prompt, _sampling(eagle3_flush=shards))
             while self._engine.has_unfinished_requests():
                 self._step()
             self._is_flushed = True
         time.sleep(DISK_POLL_SECONDS)
-
-    def _take_finished(self) -> Iterator[tuple[PlannedShard, FileEntry]]:
-        for shard in list(self._unfinished):
-            entry = self._job.finished_entry(shard)
-            if entry is not None:
-                self._unfinished.remove(shard)
-                yield shard, entry
 
 
 def _load(config: RunConfig, info: TargetInfo, job: CaptureJob, arguments: dict[str, Any]) -> LLM:
