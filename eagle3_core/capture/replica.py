@@ -134,7 +134,12 @@ class _Watch:
             self._tail.append(text.strip())
             print(f"{self._replica.label}{text}", flush=True)
         if separator:
-            self._act(json.loads(event))
+            try:
+                facts = json.loads(event)
+            except ValueError:  # another process of the engine wrote into it
+                logger.warning("%san event of the session is damaged: %s", self._replica.label, event)
+                return
+            self._act(facts)
 
     def tick(self) -> None:
         """Called at least every half second; ends a session that hangs."""

@@ -39,6 +39,8 @@ from eagle3_core.target.info import inspect_target
 
 EVENT_PREFIX = "@eagle3-session "
 TOKEN_EVENT_SECONDS = 0.5
+MAX_REASON = 1000
+"""Letters of each part of an error: escaped, the three of them must fit into a line of output."""
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +68,18 @@ class _Line:
 
     def say(self, event: str, **facts: Any) -> None:
         """Send one event."""
-        os.write(1, f"{EVENT_PREFIX}{json.dumps({'event': event, **facts})}\n".encode())
+        document = json.dumps({"event": event, **facts}, ensure_ascii=False)
+        os.write(1, f"{EVENT_PREFIX}{document}\n".encode(errors="replace"))
+
+    def say_failed(self, error: Exception, *reason: str | None) -> None:
+        """Send why the engine does not go on: what was found, expected and can be done, each cut to a line.
+
+        An error of ours would come again with another engine, unless it says that the engine ended.
+        """
+        cut = [" ".join(text.split())[:MAX_REASON] if text else None for text in (*reason, None, None)]
+        died = isinstance(error, EngineEndedError) or not isinstance(error, Eagle3Error)
+        facts = dict(zip(("found", "expected", "remedy"), cut, strict=False))
+        self.say("failed", died=died, kind=type(error).__name__, **facts)
 
     def take(self) -> PlannedShard | None:
         """Ask for the next shard; one whose samples are all quarantined is written here, empty."""
@@ -122,13 +135,11 @@ def main(path: str) -> int:
             line.tell_tokens()
             line.say("written", shard=shard.index)
     except Eagle3Error as error:
-        reason = {"found": error.found, "expected": error.expected, "remedy": error.remedy}
-        line.say("failed", died=isinstance(error, EngineEndedError), kind=type(error).__name__, **reason)
+        line.say_failed(error, error.found, error.expected, error.remedy)
         return EXIT_USER_ERROR
     except Exception as error:
         logger.exception("the capture engine failed")
-        found = " ".join(f"{type(error).__name__}: {error}".split())[:2000]
-        line.say("failed", died=True, kind=type(error).__name__, found=found, expected=None, remedy=None)
+        line.say_failed(error, f"{type(error).__name__}: {error}")
         return EXIT_BUG
     return EXIT_OK
 

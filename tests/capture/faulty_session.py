@@ -7,7 +7,7 @@ What it does comes from the environment:
     FAULT_KILLS    keys, comma-separated: computing one of these samples kills the process, each time
     FAULT_ONCE     path: the process kills itself once, at the sample whose key the file holds
     FAULT_STALLS   path: the same, but the process hangs instead
-    FAULT_LOAD     `dies` or `hangs`: what happens before the engine is loaded
+    FAULT_LOAD     `dies`, `hangs` or `complains` at length: what happens before the engine is loaded
     FAULT_SECONDS  slows every sample down
 """
 
@@ -26,6 +26,7 @@ from eagle3_core.capture import session
 from eagle3_core.capture.assemble import ShardAssembler
 from eagle3_core.capture.job import CaptureJob, Journal
 from eagle3_core.config import RunConfig
+from eagle3_core.errors import CaptureError
 from eagle3_core.store.dataset import Sample
 from eagle3_core.store.shards import PlannedShard
 from eagle3_core.target.info import TargetInfo
@@ -96,6 +97,8 @@ def _load() -> None:
         os.kill(os.getpid(), signal.SIGSEGV)
     if os.environ.get("FAULT_LOAD") == "hangs":
         time.sleep(600)
+    if os.environ.get("FAULT_LOAD") == "complains":
+        raise CaptureError(f"the engine takes none of\n{'ü' * 20000}")
 
 
 if __name__ == "__main__":

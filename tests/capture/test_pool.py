@@ -141,6 +141,14 @@ def test_an_engine_that_never_loads_ends_the_stage_with_the_last_reason(
         extract.run(spec_of(tmp_path, target), PROGRESS)
 
 
+def test_an_error_of_any_length_arrives_and_ends_the_stage_at_once(
+    tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAULT_LOAD", "complains")
+    with pytest.raises(CaptureError, match=r"^the engine takes none of ü+$"):
+        extract.run(spec_of(tmp_path, target), PROGRESS)
+
+
 def test_a_load_that_hangs_is_ended_after_its_time(
     tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
