@@ -144,7 +144,7 @@ def _shrink_text(text: dict[str, Any], tensor_parallel_size: int) -> dict[str, A
     small |= _attention(text, tensor_parallel_size)
     if not text.get("rope_scaling") and not (text.get("rope_parameters") or {}).get("factor"):
         # With scaled positions the number of positions is a part of the scale.
-        positions = text.get("max_position_embeddings", MAX_POSITIONS)
+        positions = text.get("max_position_embeddings") or MAX_POSITIONS
         small["max_position_embeddings"] = min(positions, MAX_POSITIONS)
     return small | _layer_kinds(text)
 

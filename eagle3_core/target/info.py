@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from eagle3_core.errors import TargetError
 from eagle3_core.target.architecture import (
@@ -109,7 +109,7 @@ def inspect_target(path: Path) -> TargetInfo:
             f"{', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}",
             remedy="fetch the target whole; `eagle3 target inspect` shows what is known without them",
         )
-    return _describe(files, config, tensors, missing, target_fingerprint(config, tensors, path))
+    return _read_facts(files, config, tensors, missing, target_fingerprint(config, tensors, path))
 
 
 def describe_target(files: TargetFiles) -> TargetInfo:
@@ -120,7 +120,7 @@ def describe_target(files: TargetFiles) -> TargetInfo:
     """
     config = _config(files)
     tensors, missing = find_tensors(files)
-    return _describe(files, config, tensors, missing, headers_fingerprint(config, tensors))
+    return _read_facts(files, config, tensors, missing, headers_fingerprint(config, tensors))
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -140,6 +140,24 @@ def _find_text_config(config: dict[str, Any]) -> tuple[str | None, dict[str, Any
         if deeper:
             return f"{key}.{deeper}", found
     return None, config
+
+
+def _read_facts(
+    files: TargetFiles,
+    config: dict[str, Any],
+    tensors: Mapping[str, TensorPlace],
+    missing: tuple[str, ...],
+    fingerprint: str,
+) -> TargetInfo:
+    """`_describe`, where a value of a kind that no known configuration has is the target's fault."""
+    try:
+        return _describe(files, config, tensors, missing, fingerprint)
+    except (ValidationError, TypeError, AttributeError, KeyError) as error:
+        raise TargetError(
+            f"{files.name}/config.json holds a value of another kind than is known "
+            f"({type(error).__name__}: {' '.join(str(error).split())[:200]})",
+            remedy="correct it; a layout of this kind is not supported",
+        ) from error
 
 
 def _describe(

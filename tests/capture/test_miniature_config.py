@@ -90,3 +90,13 @@ def test_an_unknown_wrapper_is_named():
 def test_a_configuration_in_other_words_is_named():
     with pytest.raises(TargetError, match="a gpt2: its configuration has no num_hidden_layers, hidden_size"):
         miniature_config({"model_type": "gpt2", "n_layer": 12, "n_head": 12, "vocab_size": 50257})
+
+
+def test_positions_may_be_left_open():
+    small = miniature_config(
+        known_architecture("llama") | {"max_position_embeddings": None, "rope_scaling": None}
+    )
+    assert (
+        small["max_position_embeddings"]
+        == miniature_config(known_architecture("qwen3"))["max_position_embeddings"]
+    )

@@ -264,3 +264,19 @@ def test_the_fingerprint_changes_with_one_small_tensor(tmp_path: Path) -> None:
     content[8 + length + start : 8 + length + stop] = b"\x01" * (stop - start)
     file.write_bytes(content)
     assert inspect_target(folder).fingerprint != first
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"num_attention_heads": 4, "num_key_value_heads": [2, 2, 1, 1]},
+        {"rope_scaling": "linear"},
+        {"quantization_config": "fp8"},
+        {"architectures": {"text": "LlamaForCausalLM"}},
+        {"max_position_embeddings": "64k"},
+    ],
+)
+def test_a_value_of_an_unknown_kind_is_refused_in_one_line(tmp_path: Path, values: dict[str, Any]) -> None:
+    with pytest.raises(TargetError, match="holds a value of another kind") as caught:
+        inspect_target(make_target(tmp_path, CONFIG | values))
+    assert "\n" not in str(caught.value)
