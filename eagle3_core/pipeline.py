@@ -171,7 +171,8 @@ def _preflight(run: _Run) -> StageOutcome:
     if error is not None:
         raise error
     stages = [record.stage for record in run.folder.record().stages]
-    probed = check_probe(config, stages, run.folder.path / "probe", lambda spec: run.step("probe", spec))
+    log = run.folder.log_path("probe")
+    probed = check_probe(config, stages, run.folder.path / "probe", lambda spec: run.step("probe", spec), log)
     checks.append(Check(name=CHECK_NAME, ok=True, found=probed.found))
     details: dict[str, Any] = {"checks": [check.model_dump() for check in checks]}
     if probed.result is not None:
@@ -227,13 +228,17 @@ def _prepare(run: _Run) -> StageOutcome:
     return outcome
 
 
+def _engines(number: int) -> str:
+    return "1 engine died and was" if number == 1 else f"{number} engines died and were"
+
+
 def _extract(run: _Run) -> StageOutcome:
     """Say what the engines went through beside what they made."""
     outcome = _make("extract")(run)
     result = ExtractResult.model_validate(outcome.result)
     message = outcome.message
     if result.num_restarts and not outcome.reused:
-        message += f"; {result.num_restarts} engines died and were replaced"
+        message += f"; {_engines(result.num_restarts)} replaced"
     if result.quarantined:
         keys = ", ".join(one.key for one in result.quarantined[:MAX_LISTED])
         message += f"; {len(result.quarantined)} samples quarantined ({keys})"

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict
 
 from eagle3_core.capture.replica import num_replicas
 from eagle3_core.capture.vllm_support import check_embedding_state
-from eagle3_core.config import CAPTURE_MARGIN_TOKENS, SGLANG_MARGIN_TOKENS, RunConfig
+from eagle3_core.config import CAPTURE_MARGIN_TOKENS, SGLANG_MARGIN_TOKENS, EngineConfig, RunConfig
 from eagle3_core.contracts import EngineInfoResult, EngineInfoSpec
 from eagle3_core.data.conversations import read_prompts
 from eagle3_core.errors import ConfigError, DataError, Eagle3Error, HostError, TargetError
@@ -193,14 +193,22 @@ def _check_openmp(config: RunConfig) -> str:
     return f"{library}" if library else "libiomp5 is not in the engine environment: vLLM will be slower"
 
 
-def _check_devices(config: RunConfig) -> str:
-    """Ask the engine environment for its GPUs; torch is imported there, no model is loaded."""
+def check_devices(config: RunConfig, engine: EngineConfig) -> str:
+    """Ask an engine environment for its GPUs; torch is imported there, no model is loaded.
+
+    Args:
+        config: the run's.
+        engine: its engine section, with the interpreter to ask.
+
+    Raises:
+        HostError: it sees fewer than one target needs.
+    """
     if config.engine.device == "cpu":
         return "the CPU"
     info: EngineInfoResult = run_step(
         "engine_info",
         EngineInfoSpec(),
-        engine=config.engine,
+        engine=engine,
         folder=config.workspace_path / "cache" / "logs",
         timeout_seconds=DEVICE_QUERY_SECONDS,
     )
@@ -289,7 +297,7 @@ CHECKS: dict[str, Callable[[RunConfig], str]] = {
     "engine environment": _check_engine,
     "capture engine": _check_capture_engine,
     "openmp": _check_openmp,
-    "devices": _check_devices,
+    "devices": lambda config: check_devices(config, config.engine),
     "processors": _check_processors,
     "memory": _check_memory,
     "gpu memory": _check_gpu_memory,

@@ -12,12 +12,13 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from eagle3_core.capture.probe_plan import probe_key, remember, remembered
-from eagle3_core.capture.probe_record import result_line
+from eagle3_core.capture.probe_record import result_line, with_cause
 from eagle3_core.config import RunConfig, Stage
 from eagle3_core.contracts import ProbeResult, ProbeSpec
 from eagle3_core.errors import Eagle3Error, ProbeError, StepError, TargetError
 from eagle3_core.host.engine_info import EngineVersions, capture_versions
 from eagle3_core.host.lines import without_secrets
+from eagle3_core.host.process import STARTED_MARK
 from eagle3_core.planning import plan_run
 from eagle3_core.target.locate import present_target
 
@@ -37,7 +38,9 @@ class ProbeCheck(BaseModel):
     result: ProbeResult | None = None
 
 
-def check_probe(config: RunConfig, stages: Sequence[Stage], scratch: Path, run: RunProbe) -> ProbeCheck:
+def check_probe(
+    config: RunConfig, stages: Sequence[Stage], scratch: Path, run: RunProbe, log: Path | None = None
+) -> ProbeCheck:
     """Whether the engine captures this target's architecture as it should; asks at most once.
 
     Args:
@@ -45,6 +48,7 @@ def check_probe(config: RunConfig, stages: Sequence[Stage], scratch: Path, run: 
         stages: that will run.
         scratch: folder for the miniature, removed afterwards.
         run: runs the step.
+        log: where the step's output goes.
 
     Raises:
         ProbeError: it does not; names engine, version, architecture and what is wrong.
@@ -60,9 +64,9 @@ def check_probe(config: RunConfig, stages: Sequence[Stage], scratch: Path, run: 
         return ProbeCheck(found=f"not needed: {capture.ref} is complete")
     document = target_document(plan.target_path)
     versions = capture_versions(config)
-    result = ask(config, document, versions, scratch, run)
+    result = ask(config, document, versions, scratch, run, log=log)
     engine = versions.capture_engine(config)
-    require_right(result, engine)
+    require_right(result, engine, log)
     return ProbeCheck(found=f"{engine} and {result.architecture}: {result_line(result)}", result=result)
 
 
@@ -73,6 +77,7 @@ def ask(
     scratch: Path,
     run: RunProbe,
     fresh: bool = False,
+    log: Path | None = None,
 ) -> ProbeResult:
     """The remembered answer, or a new one, which is remembered.
 
@@ -83,6 +88,7 @@ def ask(
         scratch: folder for the miniature, removed afterwards.
         run: runs the step.
         fresh: ask again even if the answer is known.
+        log: where the step's output goes; a failure names its first error.
 
     Raises:
         ProbeError: no miniature can be made of the target, or the step ended without an answer.
@@ -96,7 +102,7 @@ def ask(
         return known
     spec = ProbeSpec(config=without_secrets(config), target_config=document, folder=str(scratch))
     try:
-        result = run(spec)
+        result = with_cause(run(spec), _last_lines(log))
     except StepError as error:
         engine = versions.capture_engine(config)
         raise ProbeError(
@@ -109,12 +115,13 @@ def ask(
     return result
 
 
-def require_right(result: ProbeResult, engine: str) -> None:
+def require_right(result: ProbeResult, engine: str, log: Path | None = None) -> None:
     """Refuse an engine that the probe did not find right.
 
     Args:
         result: the answer.
         engine: its name and version.
+        log: where the step's output went.
 
     Raises:
         ProbeError: one line.
@@ -126,9 +133,19 @@ def require_right(result: ProbeResult, engine: str) -> None:
         "unsupported": f"{engine} cannot capture {result.architecture}: {result.reason}",
         "failed": f"{engine} failed to capture a miniature of {result.architecture}: {result.reason}",
     }[result.outcome]
+    see = f"see {log}; " if log is not None and result.outcome == "failed" else ""
     raise ProbeError(
-        found, remedy=f"use another version of the engine or another capture.engine; {SWITCH_OFF}"
+        found, remedy=f"{see}use another version of the engine or another capture.engine; {SWITCH_OFF}"
     )
+
+
+def _last_lines(log: Path | None) -> list[str]:
+    """What the last step wrote to its log, which grows from step to step."""
+    try:
+        text = log.read_text(errors="replace") if log is not None else ""
+    except OSError:
+        return []
+    return text.rpartition(STARTED_MARK)[2].splitlines()
 
 
 def remembered_check(config: RunConfig) -> str:
@@ -139,7 +156,7 @@ def remembered_check(config: RunConfig) -> str:
         document = target_document(present_target(config))
         result = remembered(config, probe_key(config, document, capture_versions(config)))
     except Eagle3Error:
-        return "not asked yet"
+        return "not asked yet: it needs the target and the engine"
     if result is None:
         return "not asked yet: a run does before it captures"
     return f"{result_line(result)}, on {result.made_at[:10]}"

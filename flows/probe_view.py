@@ -14,14 +14,20 @@ from rich.table import Table
 from eagle3_core.capture.probe_all import probe_all
 from eagle3_core.capture.probe_plan import PROBE_TIMEOUT_SECONDS, known_architectures
 from eagle3_core.capture.probe_record import GOOD, MARKS, ProbeRecord, result_line, write_record
-from eagle3_core.config import RunConfig, TargetConfig
+from eagle3_core.config import RunConfig, TargetConfig, resolve_path
 from eagle3_core.contracts import ProbeResult, ProbeSpec, ProgressEvent
-from eagle3_core.errors import EXIT_OK, EXIT_STEP_FAILED, EXIT_USER_ERROR
+from eagle3_core.errors import EXIT_OK, EXIT_STEP_FAILED, EXIT_USER_ERROR, TargetError
 from eagle3_core.host.engine_environment import capture_engine_config
 from eagle3_core.host.engine_info import capture_versions
 from eagle3_core.host.process import run_step
+from eagle3_core.preflight import check_devices
 from eagle3_core.probing import ask, target_document
-from eagle3_core.target.locate import present_target
+from eagle3_core.target.locate import is_builtin, present_target
+
+LEGEND = (
+    "error: median distance of a layer's states to transformers' own, ||a-b||/||b||; "
+    "next layer: that to the nearest other layer"
+)
 
 
 def probe_target(config: RunConfig, target: str | None, fresh: bool, as_json: bool) -> int:
@@ -51,12 +57,17 @@ def probe_target(config: RunConfig, target: str | None, fresh: bool, as_json: bo
             timeout_seconds=PROBE_TIMEOUT_SECONDS,
         )
 
-    versions = capture_versions(config)
-    result = ask(config, document, versions, _logs(config) / f"probe-{os.getpid()}", run, fresh)
+    versions, log = capture_versions(config), _logs(config) / "probe.log"
+    if config.engine.device == "cuda":
+        check_devices(config, capture_engine_config(config))
+    scratch = _logs(config) / f"probe-{os.getpid()}"
+    result = ask(config, document, versions, scratch, run, fresh, log)
     if as_json:
         print(result.model_dump_json(indent=1))
     else:
         _print_result(result, versions.capture_engine(config))
+        if result.outcome == "failed":
+            console.print(f"log: {escape(str(log))}")
     return EXIT_OK if result.outcome == "ok" else EXIT_USER_ERROR
 
 
@@ -81,7 +92,15 @@ def _document(config: RunConfig, target: str | None) -> dict[str, Any]:
     known = known_architectures()
     if target in known:
         return known[target]
-    return target_document(present_target(config if target is None else _with_target(config, target)))
+    if target is None:
+        return target_document(present_target(config))
+    try:
+        return target_document(present_target(_with_target(config, target)))
+    except TargetError as error:
+        if resolve_path(target).exists() or is_builtin(target):
+            raise
+        expected = f"{error.expected or 'a target'}, or an architecture: {', '.join(known)}"
+        raise TargetError(error.found, expected=expected, remedy=error.remedy) from error
 
 
 def _with_target(config: RunConfig, target: str) -> RunConfig:
@@ -103,6 +122,7 @@ def _print_result(result: ProbeResult, engine: str) -> None:
         figures = (layer.median_error, layer.p99_error, layer.nearest_wrong_median)
         table.add_row(str(layer.capture_id), str(layer.nearest_id), *(f"{figure:.2g}" for figure in figures))
     console.print(table)
+    console.print(LEGEND)
 
 
 def _print_record(record: ProbeRecord) -> None:

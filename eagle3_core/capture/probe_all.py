@@ -6,7 +6,6 @@ An engine that dies or hangs takes one architecture with it: that is a result to
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 import tempfile
 import time
@@ -24,7 +23,7 @@ from eagle3_core.capture.probe_plan import (
     probe_dtype,
     tensor_parallel_size,
 )
-from eagle3_core.capture.probe_record import ProbeRecord, result_line, write_record
+from eagle3_core.capture.probe_record import ERROR_LINE, ProbeRecord, result_line, with_cause, write_record
 from eagle3_core.config import RunConfig
 from eagle3_core.contracts import ProbeResult, ProbeSpec
 from eagle3_core.errors import EXIT_OK, EXIT_STEP_FAILED, EXIT_USER_ERROR, Eagle3Error, StepError
@@ -38,8 +37,6 @@ PROCESSES = {"cpu": 1, "cuda": 2}
 """At once, by device: two miniatures share a GPU. An engine may then misjudge its memory when the other ends:
 what failed in company is asked again alone."""
 
-ERROR_LINE = re.compile(r"(\w+\.)*\w+(Error|Exception): ")
-MAX_CAUSE = 300
 
 OnResult = Callable[[str, ProbeResult], None]
 
@@ -116,7 +113,7 @@ def probe_one(
             on_line=note,
             timeout_seconds=timeout_seconds,
         )
-        return _with_cause(result, errors)
+        return with_cause(result, errors)
     except StepError as error:
         return ProbeResult(
             outcome="failed",
@@ -132,19 +129,6 @@ def probe_one(
             seconds=round(time.monotonic() - started, 1),
             made_at=_now(),
         )
-
-
-def _with_cause(result: ProbeResult, errors: Sequence[str]) -> ProbeResult:
-    """A failure with the first error that the step's log shows, where the result does not name it.
-
-    It may have happened in a process of the engine, of which the step only knows that it ended.
-    """
-    if result.outcome != "failed" or not errors:
-        return result
-    first = " ".join(errors[0].split())[:MAX_CAUSE]
-    if first in result.reason:
-        return result
-    return result.model_copy(update={"reason": f"{result.reason} (first error in its log: {first})"})
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -13,6 +14,8 @@ from eagle3_core.store.files import write_atomic
 
 ENGINE_NAMES = {"vllm": "vLLM", "sglang": "SGLang", "reference": "reference"}
 GOOD = ("ok", "unsupported")
+ERROR_LINE = re.compile(r"(\w+\.)*\w+(Error|Exception): ")
+MAX_CAUSE = 300
 MARKS = {"ok": "ok", "wrong": "**wrong**", "unsupported": "unsupported", "failed": "**failed**"}
 HEADER = """\
 # Compatibility
@@ -85,6 +88,21 @@ def write_record(path: Path, record: ProbeRecord) -> None:
 
 def _environment_of(record: ProbeRecord) -> dict[str, object]:
     return record.model_dump(exclude={"results", "made_at"})
+
+
+def with_cause(result: ProbeResult, lines: Iterable[str]) -> ProbeResult:
+    """A failure with the first error that the step's log shows, where the result does not name it.
+
+    It may have happened in a process of the engine, of which the step only knows that it ended.
+
+    Args:
+        result: the answer.
+        lines: of the step's log.
+    """
+    first = next((" ".join(line.split())[:MAX_CAUSE] for line in lines if ERROR_LINE.match(line)), None)
+    if result.outcome != "failed" or first is None or first in result.reason:
+        return result
+    return result.model_copy(update={"reason": f"{result.reason} (first error in its log: {first})"})
 
 
 def result_line(result: ProbeResult) -> str:

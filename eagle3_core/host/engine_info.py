@@ -61,7 +61,7 @@ class EngineVersions(BaseModel):
     def sglang(self) -> str:
         """Identity of SGLang, e.g. `sglang 0.5.16`."""
         if SGLANG_PACKAGE not in self.packages:
-            raise HostError("the environment that captures lacks sglang", remedy=_remedy("sglang"))
+            raise HostError("the environment that captures lacks sglang", remedy=_capture_remedy("sglang"))
         return f"{SGLANG_PACKAGE} {self.packages[SGLANG_PACKAGE]}"
 
     @property
@@ -100,13 +100,20 @@ def capture_versions(config: RunConfig) -> EngineVersions:
     except HostError as error:
         if config.capture.python is None:
             raise
-        raise HostError(error.found, expected=error.expected, remedy=_remedy(name)) from error
+        raise HostError(error.found, expected=error.expected, remedy=_capture_remedy(name)) from error
 
 
-def _remedy(engine: str = "vllm") -> str:
-    if engine == "sglang":
-        return "make it with `make setup-sglang`, and set capture.python to its interpreter"
+def _remedy() -> str:
     return "make it anew with `make setup`, or set engine.python"
+
+
+def _capture_remedy(engine: str) -> str:
+    if engine == "sglang":
+        return (
+            "make it with `make setup-sglang`, and set capture.python to its interpreter "
+            "(on the CPU .envs/engine-sglang-cpu/bin/python)"
+        )
+    return "correct capture.python, or leave it out to capture in the environment of engine.python"
 
 
 @lru_cache(maxsize=8)

@@ -29,6 +29,8 @@ from eagle3_core.host.lines import LineSplitter, Parsed, Redactor, parse_line
 from eagle3_core.host.process_tree import STEP_VARIABLE, ProcessTree, step_variable
 
 TAIL_LINES = 30
+STARTED_MARK = "# started "
+"""Begins a step's part of its log, which grows from attempt to attempt."""
 POLL_SECONDS = 0.5
 TREE_UPDATE_SECONDS = 3.0
 QUIET_SECONDS = 1.0
@@ -143,7 +145,7 @@ class _StepFiles:
             self.result.unlink(missing_ok=True)
             self.spec.write_text(spec.model_dump_json(indent=1))
             log = self.log.open("a", encoding="utf-8")
-            log.write(f"# started {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC\n")
+            log.write(f"{STARTED_MARK}{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC\n")
             return log
         except OSError as error:
             raise HostError(f"cannot write the log folder {self.folder} ({error})") from error

@@ -42,6 +42,20 @@ def test_a_wrong_engine_ends_with_an_exit_code(tmp_path, capsys):
     assert "capture id 4 holds the state of 5" in capsys.readouterr().out
 
 
+def test_a_failed_probe_names_the_first_error_of_the_engines_own_processes_and_the_log(tmp_path, capsys):
+    profile = str(stand_in_profile(tmp_path, {"step": "probe", "kind": "failed"}))
+    assert main(["probe", profile]) == EXIT_USER_ERROR
+    shown = capsys.readouterr()
+    assert "RuntimeError: no kernel in the stand-in's scheduler" in " ".join(shown.out.split())
+    assert "probe.log" in shown.err.replace("\n", "")
+
+
+def test_a_target_that_is_nowhere_is_answered_with_the_known_architectures(tmp_path, capsys):
+    profile = str(stand_in_profile(tmp_path))
+    assert main(["probe", profile, "--target", "nosuch"]) == EXIT_USER_ERROR
+    assert "or an architecture: deepseek-v3, gemma-3, gpt-oss" in capsys.readouterr().err
+
+
 def test_all_architectures_are_probed_and_recorded(tmp_path, capsys):
     profile = str(stand_in_profile(tmp_path))
     path = tmp_path / "records" / "stand-in.json"

@@ -69,3 +69,8 @@ def test_a_missing_environment_for_sglang_names_the_command_that_makes_it(tmp_pa
     config = run_config(vllm, vllm, "sglang")
     with pytest.raises(HostError, match=r"lacks sglang.*`make setup-sglang`"):
         capture_versions(config).capture_engine(config)
+
+
+def test_a_wrong_interpreter_for_capture_names_the_field_that_names_it(tmp_path: Path) -> None:
+    with pytest.raises(HostError, match=r"no interpreter /nowhere/python; correct capture\.python"):
+        capture_versions(run_config(str(tmp_path / "python"), "/nowhere/python", "vllm"))
