@@ -30,6 +30,7 @@ from eagle3_core.host.inspect import (
 from eagle3_core.host.process import engine_interpreter, run_step
 from eagle3_core.identity import draft_vocab_size, prompt_files
 from eagle3_core.memory import check_gpus, check_host, need_on_gpu, need_on_host
+from eagle3_core.target.fingerprint import TOKENIZER_VOCABULARIES
 from eagle3_core.target.info import TargetInfo, inspect_target
 from eagle3_core.target.layers import resolve_aux_layer_ids
 from eagle3_core.target.locate import is_builtin, target_folder
@@ -268,8 +269,10 @@ def check_readable(target: TargetInfo) -> None:
     for file in sorted({target.embedding.file, target.norm.file, target.lm_head.file}):
         if not os.access(folder / file, os.R_OK):
             raise TargetError(f"{folder / file} cannot be read", remedy="check its permissions")
-    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "tiktoken.model")):
-        raise TargetError(f"{folder} has no tokenizer", expected="tokenizer.json or tokenizer.model")
+    if not any((folder / name).is_file() for name in TOKENIZER_VOCABULARIES):
+        raise TargetError(
+            f"{folder} has no tokenizer", expected=f"one of {', '.join(TOKENIZER_VOCABULARIES)}"
+        )
 
 
 def _check_prompts(config: RunConfig) -> str:

@@ -16,6 +16,11 @@ TOKENIZER_FILES = (
     "tiktoken.model", "sentencepiece.bpe.model", "spiece.model", "vocab.json", "vocab.txt", "merges.txt",
 )  # fmt: skip
 """What decides the tokens of a chat: `generation_config.json` names the ids that end a turn."""
+TOKENIZER_VOCABULARIES = (
+    "tokenizer.json", "tokenizer.model", "tiktoken.model", "sentencepiece.bpe.model", "spiece.model",
+    "vocab.json", "vocab.txt",
+)  # fmt: skip
+"""Files of which one must be there: each holds a tokenizer's vocabulary."""
 IGNORED_KEYS = {"_name_or_path", "transformers_version"}
 SAMPLED_TENSORS = 2048
 SAMPLE_BYTES = 64

@@ -72,6 +72,9 @@ def test_a_target_without_tokenizer_is_refused(tmp_path):
     (tmp_path / "target" / "tokenizer.json").unlink()
     _, error = run_checks(config)
     assert "has no tokenizer" in str(error)
+    for name in ("vocab.json", "merges.txt"):
+        (tmp_path / "target" / name).write_text("{}")
+    assert run_checks(config)[1] is None
 
 
 def test_prompts_are_counted_and_a_row_that_cannot_be_used_is_named(tmp_path):
