@@ -181,7 +181,8 @@ def create(environment: Environment, runner: "Runner") -> None:
     """Make one environment from nothing; its marker comes last."""
     remove(environment.path)
     environment.log.unlink() if environment.log.exists() else None
-    print(f"setup: installing {environment.name} (log: {environment.log})", flush=True)
+    # One write: two threads say this at once.
+    print(f"setup: installing {environment.name} (log: {environment.log})\n", end="", flush=True)
     runner.run(environment, [sys.executable, "-m", "venv", str(environment.path)])
     for name in environment.locks:
         runner.install(environment, "-r", str(LOCKS / name))

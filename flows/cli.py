@@ -136,11 +136,18 @@ def doctor(
 def probe(
     profile: ProfileArgument = DEFAULT_PROFILE,
     engine: Annotated[
-        str | None, typer.Option("--engine", help="vllm, sglang or reference; default the profile's.")
+        str | None,
+        typer.Option(
+            "--engine", help="vllm, sglang (needs capture.python) or reference; default the profile's."
+        ),
     ] = None,
     target: Annotated[
         str | None,
-        typer.Option("--target", help="Another target than the profile's, or a known architecture."),
+        typer.Option(
+            "--target",
+            help="Another target (built-in name, folder, cached hub id), or an architecture of "
+            "docs/compatibility.md, e.g. `qwen3-moe`.",
+        ),
     ] = None,
     device: Annotated[str | None, typer.Option("--device", help="cpu or cuda.")] = None,
     every: Annotated[bool, typer.Option("--all", help="Every known architecture.")] = False,
@@ -153,7 +160,8 @@ def probe(
 ) -> None:
     """Find out whether the engine captures the right layers and requests, with a miniature of the target.
 
-    A run's preflight does this by itself. Exit code 2 if the answer is no.
+    A run's preflight does this by itself. An answer that is ok is remembered in the workspace.
+    Exit code 2 if the answer is no.
     """
     from flows.probe_view import probe_known, probe_target
 

@@ -205,7 +205,7 @@ def _load(config: RunConfig, job: CaptureJob, arguments: dict[str, Any]) -> Tran
             raise
         raise CaptureError(
             f"SGLang could not load {arguments['model_path']} for capture ({type(error).__name__}: {error})",
-            remedy="see the log above",
+            remedy="the first error in the log says why",
         ) from error
     logger.info("loaded %s in SGLang in %.1f s", arguments["model_path"], time.monotonic() - started)
     return engine

@@ -215,7 +215,7 @@ def _load(config: RunConfig, info: TargetInfo, job: CaptureJob, arguments: dict[
             raise
         raise CaptureError(
             f"vLLM could not load {info.path} for capture ({type(error).__name__}: {error})",
-            remedy="see the log above",
+            remedy="the first error in the log says why",
         ) from error
 
 
