@@ -14,7 +14,7 @@ import threading
 import uuid
 from pathlib import Path
 
-from eagle3_core.host.process_tree import ProcessId
+from eagle3_core.host.process_tree import ProcessId, boot_id
 
 STALE_SECONDS = 120.0
 HEARTBEAT_SECONDS = 5.0
@@ -31,7 +31,9 @@ class ShardClaims:
 
     def __init__(self, folder: Path, stale_seconds: float = STALE_SECONDS) -> None:
         self._folder, self._stale = folder, stale_seconds
-        self._owner = {"process": str(ProcessId.current()), "token": uuid.uuid4().hex}
+        self._owner = {
+            "process": str(ProcessId.current()), "boot": boot_id(), "token": uuid.uuid4().hex
+        }  # fmt: skip
         self._mine: set[str] = set()
         self._lock = threading.Lock()
         self._clock = folder / f".clock-{self._owner['token']}"
@@ -90,7 +92,7 @@ class ShardClaims:
 
     def _is_free(self, path: Path, owner: dict[str, str] | None) -> bool:
         """Whether the owner that a claim names is gone; one that a crash left unreadable is judged by age."""
-        process = ProcessId.parse(owner["process"]) if owner else None
+        process = ProcessId.parse(owner["process"]) if owner and owner.get("boot") == boot_id() else None
         if process is not None and process.namespace == ProcessId.current().namespace:
             return process.is_gone()
         self._clock.touch()

@@ -28,7 +28,7 @@ from pydantic import ValidationError
 from eagle3_core.artifacts import ArtifactRef, FileEntry
 from eagle3_core.capture.claims import ShardClaims
 from eagle3_core.capture.job import CaptureJob
-from eagle3_core.host.process_tree import ProcessId
+from eagle3_core.host.process_tree import ProcessId, boot_id
 from eagle3_core.store.files import sync_folder, write_atomic
 from eagle3_core.store.local import LocalStore
 from eagle3_core.store.shards import PlannedShard
@@ -52,7 +52,7 @@ class Staging:
         """Make the folder of an engine session of this process; nobody has used its name before."""
         folder = self.path / "sessions" / name
         folder.mkdir(parents=True)
-        (folder / OWNER_NAME).write_text(str(ProcessId.current()))
+        (folder / OWNER_NAME).write_text(f"{ProcessId.current()}\n{boot_id()}")
         return folder
 
     def remove_dead_sessions(self) -> list[str]:
@@ -71,8 +71,9 @@ class Staging:
         dead = []
         for folder in sorted((self.path / "sessions").glob("*")):
             with contextlib.suppress(OSError):
-                owner = ProcessId.parse((folder / OWNER_NAME).read_text())
-                if owner is not None and owner.is_gone():
+                process, _, boot = (folder / OWNER_NAME).read_text().partition("\n")
+                owner = ProcessId.parse(process)
+                if owner is not None and boot == boot_id() and owner.is_gone():
                     dead.append(folder)
         return dead
 

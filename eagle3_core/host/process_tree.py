@@ -169,6 +169,14 @@ def _start_ticks(pid: int) -> int | None:
     return None if fields[0] in "ZX" else int(fields[19])
 
 
+def boot_id() -> str:
+    """Tells hosts of one name apart: the kernel makes another at each start."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
 def _namespace() -> str:
     """Host and pid namespace; every host calls its first namespace the same."""
     try:

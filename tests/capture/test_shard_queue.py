@@ -15,6 +15,7 @@ from eagle3_core.capture.claims import ShardClaims
 from eagle3_core.capture.job import CaptureJob, Journal
 from eagle3_core.capture.shard_queue import ShardQueue, Staging
 from eagle3_core.config import PROJECT_ROOT
+from eagle3_core.host.process_tree import ProcessId, boot_id
 from eagle3_core.store.files import write_atomic
 from eagle3_core.store.local import LocalStore
 from eagle3_core.store.shards import PlannedShard, ShardLayout
@@ -92,6 +93,19 @@ def test_the_claim_of_another_host_counts_as_long_as_it_is_touched(staging: Stag
     assert claims.take("a")
     assert claims.is_mine("a")
     claims.close()
+
+
+def test_a_host_of_the_same_name_is_another_host(staging: Staging, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, namesake = ProcessId.current(), ShardClaims(staging.claims)
+    with monkeypatch.context() as there:
+        there.setattr("eagle3_core.capture.claims.boot_id", lambda: "of the other host")
+        there.setattr(ProcessId, "current", lambda: here.model_copy(update={"start_ticks": 1}))
+        first = ShardClaims(staging.claims)
+        assert first.take("a")
+    assert namesake.is_held_elsewhere("a")
+    assert not namesake.take("a")
+    first.close()
+    namesake.close()
 
 
 def test_a_claim_that_a_crash_left_empty_is_taken_over_when_it_is_old(staging: Staging) -> None:
@@ -196,8 +210,10 @@ def test_the_folders_of_dead_sessions_go_and_those_of_living_ones_stay(staging: 
          "from eagle3_core.host.process_tree import ProcessId; print(ProcessId.current())"],
         cwd=PROJECT_ROOT, capture_output=True, text=True, check=True,
     )  # fmt: skip
-    (dead / "owner").write_text(process.stdout.strip())
-    (foreign / "owner").write_text("1:2:elsewhere pid:[3]")
+    gone = process.stdout.strip()
+    (dead / "owner").write_text(f"{gone}\n{boot_id()}")
+    (foreign / "owner").write_text(f"1:2:elsewhere pid:[3]\n{boot_id()}")
+    (staging.open_session("namesake") / "owner").write_text(f"{gone}\nof a host of the same name")
     assert staging.remove_dead_sessions() == ["dead"]
     assert mine.is_dir()
     assert foreign.is_dir()

@@ -9,6 +9,7 @@ from pathlib import Path
 from eagle3_core.artifacts import ArtifactPlan
 from eagle3_core.capture.shard_queue import OWNER_NAME, Staging
 from eagle3_core.config import PROJECT_ROOT
+from eagle3_core.host.process_tree import boot_id
 from eagle3_core.leftovers import remove_leftovers
 from eagle3_core.store.local import LocalStore
 
@@ -26,7 +27,7 @@ def staged(root: Path) -> tuple[LocalStore, Path, Path]:
     gone = subprocess.run(
         [sys.executable, "-c", code], cwd=PROJECT_ROOT, capture_output=True, text=True, check=True
     )
-    (dead / OWNER_NAME).write_text(gone.stdout.strip())
+    (dead / OWNER_NAME).write_text(f"{gone.stdout.strip()}\n{boot_id()}")
     return store, mine, dead
 
 
