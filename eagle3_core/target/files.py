@@ -141,6 +141,11 @@ def find_tensors(files: TargetFiles) -> tuple[dict[str, TensorPlace], tuple[str,
     """
     sizes = files.sizes()
     weight_map: dict[str, str] = read_json(files, INDEX_NAME).get("weight_map", {})
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise TargetError(
+            f"{files.name}/{INDEX_NAME} has no weight_map from tensors to files",
+            remedy="fetch or write the file again",
+        )
     names = set(weight_map.values()) or {name for name in sizes if name.endswith(WEIGHTS_SUFFIX)}
     if not names:
         raise TargetError(f"{files.name} has no safetensors weights", remedy=_weights_remedy(sizes))

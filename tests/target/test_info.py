@@ -280,3 +280,11 @@ def test_a_value_of_an_unknown_kind_is_refused_in_one_line(tmp_path: Path, value
     with pytest.raises(TargetError, match="holds a value of another kind") as caught:
         inspect_target(make_target(tmp_path, CONFIG | values))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("weight_map", [None, ["model.safetensors"], {"model.norm.weight": 3}])
+def test_an_index_in_another_form_is_refused(tmp_path: Path, weight_map: Any) -> None:
+    folder = make_target(tmp_path)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(TargetError, match="has no weight_map from tensors to files"):
+        inspect_target(folder)
