@@ -103,7 +103,7 @@ class CaptureJob(BaseModel):
 class Journal:
     """Which samples an engine has begun and not finished, on disk: it survives a process that is killed.
 
-    One line an event, `+key` or `-key`, each written in one call.
+    One line an event, `+` or `-` and the key as JSON, each written in one call.
     """
 
     def __init__(self, path: Path) -> None:
@@ -112,11 +112,11 @@ class Journal:
 
     def started(self, key: str) -> None:
         """The engine is about to compute this sample."""
-        self._append(f"+{key}\n")
+        self._append(f"+{json.dumps(key)}\n")
 
     def finished(self, key: str) -> None:
         """The engine has computed this sample."""
-        self._append(f"-{key}\n")
+        self._append(f"-{json.dumps(key)}\n")
 
     def in_flight(self) -> list[str]:
         """Samples that were begun and not finished, in order."""
@@ -126,10 +126,11 @@ class Journal:
             return []
         begun: dict[str, None] = {}
         for line in lines:
+            key = json.loads(line[1:])
             if line.startswith("+"):
-                begun[line[1:]] = None
+                begun[key] = None
             else:
-                begun.pop(line[1:], None)
+                begun.pop(key, None)
         return list(begun)
 
     def has_finished_any(self) -> bool:

@@ -222,7 +222,9 @@ def test_the_folders_of_dead_sessions_go_and_those_of_living_ones_stay(staging: 
 def test_the_journal_of_a_killed_process_names_what_was_in_flight(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "j" / "in_flight.log")
     assert journal.in_flight() == []
-    for key in ("a", "b", "c"):
+    for key in ("a", "b", "c \u2028 d\n+e"):
         journal.started(key)
+    assert not journal.has_finished_any()
     journal.finished("b")
-    assert Journal(tmp_path / "j" / "in_flight.log").in_flight() == ["a", "c"]
+    assert journal.has_finished_any()
+    assert Journal(tmp_path / "j" / "in_flight.log").in_flight() == ["a", "c \u2028 d\n+e"]
