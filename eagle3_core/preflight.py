@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from eagle3_core.capture.replica import num_replicas
+from eagle3_core.capture.replica import num_replicas, replica_variables
 from eagle3_core.capture.vllm_support import check_embedding_state
 from eagle3_core.config import CAPTURE_MARGIN_TOKENS, SGLANG_MARGIN_TOKENS, EngineConfig, RunConfig
 from eagle3_core.contracts import EngineInfoResult, EngineInfoSpec
@@ -220,6 +220,7 @@ def check_devices(config: RunConfig, engine: EngineConfig) -> str:
             expected=f"at least engine.tensor_parallel_size = {wanted}",
             remedy="set engine.device to cpu, or check driver, CUDA_VISIBLE_DEVICES and the build of torch",
         )
+    replica_variables(config, num_replicas(config, info.device_names), info.device_names)
     return ", ".join(info.device_names)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from eagle3_core.contracts import EngineInfoResult
 from eagle3_core.errors import ConfigError, HostError
 from eagle3_core.host.engine_info import engine_versions
 from eagle3_core.host.gpus import GpuMemory
@@ -65,6 +66,27 @@ def test_samples_that_the_capture_engine_could_not_take_are_refused_before_they_
     assert "set data.max_length to at most 508" in str(error)
     for fitting in (change(config, "data", max_length=508), change(config, "capture", engine="reference")):
         assert run_checks(fitting)[1] is None
+
+
+@pytest.mark.parametrize(
+    ("replicas", "size", "message"),
+    [
+        (4, 1, None),
+        (None, 3, None),
+        (3, 2, "4 GPUs are visible; expected 6 for 3 engines of 2 GPUs each"),
+        (None, 8, "sees 4 GPUs; expected at least engine.tensor_parallel_size = 8"),
+    ],
+)
+def test_more_engines_than_the_gpus_hold_are_refused_before_anything_is_made(
+    tmp_path, monkeypatch, replicas, size, message
+):
+    found = EngineInfoResult(python="3", packages={}, device_names=["H200"] * 4, num_threads=8)
+    monkeypatch.setattr("eagle3_core.preflight.run_step", lambda *_, **__: found)
+    config = change(stand_in_config(tmp_path), "engine", device="cuda", tensor_parallel_size=size)
+    config = change(config, "capture", replicas=replicas)
+    checks = {check.name: check for check in run_checks(config)[0]}
+    assert checks["devices"].ok is (message is None)
+    assert message is None or message in checks["devices"].found
 
 
 def test_a_target_without_tokenizer_is_refused(tmp_path):
