@@ -164,13 +164,13 @@ def _log_name(run: _Run, stage: Stage) -> str | None:
 def _preflight(run: _Run) -> StageOutcome:
     """Check the host, fetch a missing built-in target, check that too, then ask the probe."""
     config = run.config
-    checks, error = run_checks(config)
+    stages = [record.stage for record in run.folder.record().stages]
+    checks, error = run_checks(config, stages)
     if error is None and is_builtin(config.target.model) and not target_folder(config).is_dir():
         run.step("fetch_target", fetch_spec(config))
-        checks, error = run_checks(config)
+        checks, error = run_checks(config, stages)
     if error is not None:
         raise error
-    stages = [record.stage for record in run.folder.record().stages]
     log = run.folder.log_path("probe")
     probed = check_probe(config, stages, run.folder.path / "probe", lambda spec: run.step("probe", spec), log)
     checks.append(Check(name=CHECK_NAME, ok=True, found=probed.found))

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
 from eagle3_core.capture.replica import num_replicas, replica_variables
 from eagle3_core.capture.vllm_support import check_embedding_state
-from eagle3_core.config import CAPTURE_MARGIN_TOKENS, SGLANG_MARGIN_TOKENS, EngineConfig, RunConfig
+from eagle3_core.config import (
+    CAPTURE_MARGIN_TOKENS,
+    SGLANG_MARGIN_TOKENS,
+    STAGES,
+    EngineConfig,
+    RunConfig,
+    Stage,
+)
 from eagle3_core.contracts import EngineInfoResult, EngineInfoSpec
 from eagle3_core.data.conversations import read_prompts
 from eagle3_core.errors import ConfigError, DataError, Eagle3Error, HostError, TargetError
@@ -48,8 +55,16 @@ class Check(BaseModel):
     found: str
 
 
-def run_checks(config: RunConfig) -> tuple[list[Check], Eagle3Error | None]:
-    """All checks that are possible, and the first error."""
+def run_checks(config: RunConfig, stages: Sequence[Stage] = STAGES) -> tuple[list[Check], Eagle3Error | None]:
+    """All checks that are possible, and the first error.
+
+    Args:
+        config: the run's.
+        stages: that will run; without `extract` nobody needs SGLang's port.
+    """
+    if "extract" not in stages:
+        capture = config.capture.model_copy(update={"sglang_port": None})
+        config = config.model_copy(update={"capture": capture})
     checks: list[Check] = []
     first: Eagle3Error | None = None
     for name, check in CHECKS.items():

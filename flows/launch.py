@@ -42,7 +42,7 @@ def launch(config: RunConfig, stages: Sequence[Stage] | None, debug: bool) -> in
     quiet_prefect(debug)
     server = start_server(config)
     try:
-        _, error = run_checks(config)
+        _, error = run_checks(config, stages or STAGES)
         if error is not None:
             raise error
         if server is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 
 import pytest
@@ -219,3 +220,14 @@ def test_gpus_whose_memory_others_hold_are_refused_before_loading(tmp_path, monk
     with pytest.raises(HostError, match=r"GPU 1 has 25\.0 GiB free; expected 72\.0 GiB"):
         check(config)
     assert "needed on each of 1 GPUs" in check(change(config, "capture", replicas=1))
+
+
+def test_a_taken_port_of_sglang_stops_only_a_run_that_captures(tmp_path):
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        config = change(stand_in_config(tmp_path), "capture", engine="sglang", sglang_port=port)
+        taken = f"127.0.0.1:{port}"
+        assert any(taken in check.found for check in run_checks(config)[0])
+        assert not any(taken in check.found for check in run_checks(config, ("train",))[0])
