@@ -16,6 +16,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from pydantic import ByteSize
+
 from eagle3_core.artifacts import FileEntry, Manifest
 from eagle3_core.capture.claims import ShardClaims
 from eagle3_core.capture.job import CaptureJob, capture_layout, check_plan
@@ -253,7 +255,9 @@ class _Count:
     def on_tokens(self, count: int) -> None:
         """Count captured tokens and report."""
         self.captured_tokens += count
-        self._report(f"{self._num_done} of {self._num_shards} shards")
+        stored = ByteSize(self._done_bytes).human_readable(decimal=True)
+        of_all = ByteSize(self._bytes).human_readable(decimal=True)
+        self._report(f"{self._num_done} of {self._num_shards} shards, {stored} of {of_all}")
 
     def was_there(self, shard: PlannedShard) -> None:
         """A shard was made before this step."""
@@ -276,7 +280,7 @@ class _Count:
         logger.info("%s done (%d of %d)", shard.file_name, self._num_done, self._num_shards)
 
     def _report(self, message: str, force: bool = False) -> None:
-        metrics: dict[str, float] = {"gigabytes": self._done_bytes / 1e9, "of_gigabytes": self._bytes / 1e9}
+        metrics: dict[str, float] = {}
         if self.captured_tokens > 0 and self.capture_seconds > 0:
             speed = self.captured_tokens / self.capture_seconds
             left = self._total - self._there - self.captured_tokens

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from eagle3_core.artifacts import ArtifactPlan, FileEntry
 from eagle3_core.config import RunConfig
-from eagle3_core.errors import CaptureError, Eagle3Error
+from eagle3_core.errors import EXIT_USER_ERROR, CaptureError, Eagle3Error
 from eagle3_core.store.dataset import Sample, content_hash
 from eagle3_core.store.files import write_atomic
 from eagle3_core.store.shards import PlannedShard, ShardLayout
@@ -80,13 +80,21 @@ class CaptureJob(BaseModel):
             return None
 
     def record_failure(self, error: Exception) -> None:
-        """Leave the reason for which the worker cannot go on; the first one stays."""
+        """Leave the reason for which the worker cannot go on; the first one stays.
+
+        Where not even that can be written, as on a full disk, the reason is printed and this process ends:
+        a driver that hears nothing would wait for shards that never come.
+        """
         path = Path(self.folder) / FAILURE_NAME
         if not path.exists():
             if not isinstance(error, Eagle3Error):
                 error = Eagle3Error(f"{type(error).__name__}: {error}")
             reason = {"found": error.found, "expected": error.expected, "remedy": error.remedy}
-            write_atomic(path, json.dumps(reason))
+            try:
+                write_atomic(path, json.dumps(reason))
+            except OSError as unwritten:
+                print(f"capture failed: {error} (and cannot write {path}: {unwritten})", flush=True)
+                os._exit(EXIT_USER_ERROR)
 
     def raise_failure(self) -> None:
         """Raise what the worker recorded, if anything.

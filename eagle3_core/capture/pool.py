@@ -142,7 +142,7 @@ class EnginePool:
                 raise CaptureError(
                     f"{self._job.engine} died {self._fruitless} times in a row without finishing a shard; "
                     f"at last: {end.reason}",
-                    remedy="see the log above; lower capture.max_batched_tokens or engine.max_num_seqs if "
+                    remedy="the log says why; lower capture.max_batched_tokens or engine.max_num_seqs if "
                     "memory ran out",
                 ) from end.error
 
@@ -162,7 +162,7 @@ class EnginePool:
             raise CaptureError(
                 f"{self._job.engine} died of {', '.join(self._convicted)}, each alone, and computed no "
                 f"sample at all; at last: {end.reason}",
-                remedy="see the log above: the engine does not run here, whatever the sample",
+                remedy="the log says why: the engine does not run here, whatever the sample",
             ) from end.error
         self._staging.quarantine(key, f"killed {self._job.engine} twice: {end.reason}")
         self._queue.acquit(key, self._shard_of[key])

@@ -109,7 +109,7 @@ class SglangDriver:
         except EngineEndedError as error:
             raise CaptureError(
                 f"{self._job.engine} ended in its first forward pass of this target",
-                remedy="see the log above; another sglang_attention_backend or capture.engine may do better",
+                remedy="the log says why; another sglang_attention_backend or capture.engine may do better",
             ) from error
         deadline = time.monotonic() + CHECK_SECONDS
         while not (Path(self._job.folder) / READY_NAME).exists():

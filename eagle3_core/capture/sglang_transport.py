@@ -96,7 +96,9 @@ class InProcess(Transport):
 
     def check_alive(self) -> None:
         if _child_failed.is_set():
-            raise EngineEndedError("a process of the SGLang engine ended", remedy="see the log above")
+            raise EngineEndedError(
+                "a process of the SGLang engine ended", remedy="the first error in the log says why"
+            )
 
     def close(self) -> None:
         super().close()
@@ -184,7 +186,7 @@ class HttpServer(Transport):
                 raise CaptureError(
                     f"the SGLang server ended with exit code {self._process.returncode} while it loaded; "
                     f"{self._last_line()}",
-                    remedy="see the log above",
+                    remedy="the first error in the log says why",
                 )
             with contextlib.suppress(OSError, ValueError):
                 self._get("/health")

@@ -174,7 +174,7 @@ class VllmDriver:
         except EngineDeadError as error:
             self._job.raise_failure()
             raise EngineEndedError(
-                f"the capture engine ended ({error})", remedy="see the log above"
+                f"the capture engine ended ({error})", remedy="the first error in the log says why"
             ) from error
         done = [output for output in outputs if output.finished and output.request_id in self._feed.in_flight]
         for output in done:

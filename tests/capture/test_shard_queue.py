@@ -228,3 +228,21 @@ def test_the_journal_of_a_killed_process_names_what_was_in_flight(tmp_path: Path
     journal.finished("b")
     assert journal.has_finished_any()
     assert Journal(tmp_path / "j" / "in_flight.log").in_flight() == ["a", "c \u2028 d\n+e"]
+
+
+def test_a_worker_that_cannot_leave_its_reason_prints_it_and_ends(tmp_path: Path) -> None:
+    (tmp_path / "full").write_text("a file where the session's folder should be")
+    job = CaptureJob(
+        engine="e 1", dataset_folder="", folder=str(tmp_path / "full"), layout=LAYOUT, shards=SHARDS
+    )
+    code = (
+        "import sys, time; from eagle3_core.capture.job import CaptureJob; "
+        "CaptureJob.model_validate_json(sys.argv[1]).record_failure(OSError(28, 'no space left')); "
+        "time.sleep(60)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, job.model_dump_json()],
+        cwd=PROJECT_ROOT, capture_output=True, text=True, timeout=30,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stdout.startswith("capture failed: OSError: [Errno 28] no space left (and cannot write")
