@@ -148,7 +148,7 @@ def test_kill_9_of_the_engine_in_the_third_of_five_shards_costs_that_shard_alone
 def begun(staging: Path) -> set[str]:
     """Keys of samples that the session's engine has begun to compute."""
     lines = [line for path in staging.glob("sessions/*/*.log") for line in path.read_text().splitlines()]
-    return {line[1:] for line in lines if line.startswith("+")}
+    return {json.loads(line[1:]) for line in lines if line.startswith("+")}
 
 
 def stored_samples(folder: Path) -> list[CapturedSample]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 from eagle3_core.capture.job import CaptureJob, capture_layout
 from eagle3_core.capture.vllm_engine import capture_with_vllm
 from eagle3_core.capture.vllm_support import check_embedding_state, check_vllm_support, unsupported_reason
+from eagle3_core.config import PROJECT_ROOT
 from eagle3_core.errors import CaptureError
 from eagle3_core.store.shards import plan_shards
 from eagle3_core.target.info import TargetInfo, inspect_target
@@ -34,9 +37,24 @@ def real(name: str) -> dict[str, Any]:
     return json.loads((CONFIGS / f"{name}.json").read_text())
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3-moe", "gpt-oss", "deepseek-v3", "kimi-k2.5"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3-moe", "gpt-oss", "deepseek-v3"])
 def test_architectures_with_the_interface_pass(tmp_path: Path, name: str) -> None:
     check_vllm_support(target(tmp_path, real(name)), (1, 2, 3))
+
+
+def test_a_wrapper_with_the_interface_passes(tmp_path: Path) -> None:
+    """In another process: vLLM's class imports numba, beside which no engine can be loaded in this one."""
+    info = target(tmp_path, real("kimi-k2.5"))
+    code = (
+        "import sys; from eagle3_core.capture.vllm_support import check_vllm_support; "
+        "from eagle3_core.target.info import TargetInfo; "
+        "check_vllm_support(TargetInfo.model_validate_json(sys.argv[1]), (1, 2, 3)); print('passed')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, info.model_dump_json()],
+        cwd=PROJECT_ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.stdout.splitlines()[-1:] == ["passed"], done.stderr
 
 
 def test_gemma_3_is_refused_with_architecture_and_version(tmp_path: Path) -> None:
