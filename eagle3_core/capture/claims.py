@@ -1,6 +1,6 @@
 """Who makes which shard: claims in a folder that all hosts of a capture see; imports no torch.
 
-A claim is a file made with `O_EXCL`, so that one of two hosts gets it. Its owner touches it every few
+A claim is a file linked to its name, which one of two hosts can do. Its owner touches it every few
 seconds. A claim is free again when its owner is known to be dead (a process of this host that is gone) or has
 not touched it for long; clocks of hosts are not compared, only times that the file system itself has given.
 """

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
+from eagle3_core.contracts import LayerCheck
 from eagle3_core.target.rounding import TIE_TOLERANCE
 
 FEW_MISSES = 2
@@ -138,6 +139,16 @@ class LayerDistances:
         """Nearest to the claimed layer, the nearest wrong one at least five times as far."""
         apart = self.nearest_wrong_median >= WRONG_LAYER_RATIO * self.median_error
         return self.nearest_id == self.capture_id and apart
+
+    def check(self) -> LayerCheck:
+        """These distances as a step reports them."""
+        return LayerCheck(
+            capture_id=self.capture_id,
+            nearest_id=self.nearest_id,
+            median_error=self.median_error,
+            p99_error=self.p99_error,
+            nearest_wrong_median=self.nearest_wrong_median,
+        )
 
 
 def layer_distances(

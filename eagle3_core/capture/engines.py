@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from eagle3_core.artifacts import FileEntry
+from eagle3_core.capture.feed import OnTokens, Take
 from eagle3_core.capture.job import CaptureJob
 from eagle3_core.config import RunConfig
 from eagle3_core.store.dataset import Sample
@@ -27,8 +28,8 @@ class CaptureEngine(Protocol):
         info: TargetInfo,
         job: CaptureJob,
         samples: Sequence[Sample],
-        on_tokens: Callable[[int], None],
-        take: Callable[[], PlannedShard | None] | None = None,
+        on_tokens: OnTokens,
+        take: Take | None = None,
     ) -> Iterator[tuple[PlannedShard, FileEntry]]: ...
 
 

@@ -40,7 +40,7 @@ class CaptureJob(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
     engine: str = Field(description="Name and version, for messages.")
     dataset_folder: str = Field(description="Folder of the dataset artifact: ids, masks and keys.")
-    folder: str = Field(description="Folder of this session: finished shards, their entries, its journal.")
+    folder: str = Field(description="Folder of the session: finished shards, their entries, its journal.")
     layout: ShardLayout
     shards: tuple[PlannedShard, ...] = Field(description="In the order of the dataset.")
     left_out: tuple[str, ...] = Field(default=(), description="Keys of quarantined samples.")
@@ -208,6 +208,25 @@ def _first_repeated(keys: Iterable[str]) -> str | None:
             return key
         seen.add(key)
     return None
+
+
+def check_positions(info: TargetInfo, longest: int, margin: int) -> None:
+    """Refuse samples for which a target has too few positions.
+
+    Args:
+        info: the target.
+        longest: tokens of the longest sample.
+        margin: tokens that the engine needs beyond them.
+
+    Raises:
+        CaptureError: names both numbers.
+    """
+    limit = info.max_position_embeddings
+    if limit is not None and longest + margin > limit:
+        raise CaptureError(
+            f"the longest sample has {longest:,} tokens and the target {limit:,} positions",
+            remedy=f"set data.max_length to at most {limit - margin}",
+        )
 
 
 def iter_take(shards: Iterable[PlannedShard]) -> Callable[[], PlannedShard | None]:

@@ -128,7 +128,7 @@ class EnginePool:
         if end.kind == "done" and not unfinished:
             return
         if end.kind == "done":
-            end = SessionEnd("died", "the engine ended before its shards were written", was_loaded=True)
+            end = SessionEnd("died", "the engine ended before its shards were written")
         with self._lock:
             self.num_restarts += 1
             self._on_tokens(-session.unpublished_tokens)

@@ -128,7 +128,7 @@ def _probe(spec: ProbeSpec, progress: Progress) -> _Findings:
     eager = config.model_copy(update={"engine": config.engine.model_copy(update={"enforce_eager": True})})
     stored = capture_miniature(eager, info, every, samples, folder / LAYERS)
     distances = measure.distances(stored, samples, (*every, info.num_layers))
-    layers = tuple(map(_layer_check, distances))
+    layers = tuple(found.check() for found in distances)
     wrong = layer_problem(distances)
     if wrong:
         return _Findings("wrong", wrong, layers)
@@ -267,16 +267,6 @@ def layer_problem(distances: Sequence[LayerDistances]) -> str | None:
                 f"{found.nearest_wrong_median:.4f} from another (at least {WRONG_LAYER_RATIO:g} times as far)"
             )
     return "; ".join(problems[:MAX_LISTED]) or None
-
-
-def _layer_check(found: LayerDistances) -> LayerCheck:
-    return LayerCheck(
-        capture_id=found.capture_id,
-        nearest_id=found.nearest_id,
-        median_error=found.median_error,
-        p99_error=found.p99_error,
-        nearest_wrong_median=found.nearest_wrong_median,
-    )
 
 
 if __name__ == "__main__":

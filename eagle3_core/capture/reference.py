@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +18,7 @@ import torch
 from eagle3_core.artifacts import FileEntry
 from eagle3_core.capture.assemble import ShardAssembler
 from eagle3_core.capture.compare import relative_errors
+from eagle3_core.capture.feed import OnTokens, Take
 from eagle3_core.capture.job import CaptureJob, iter_take
 from eagle3_core.capture.reference_batch import (
     Batch,
@@ -160,8 +161,8 @@ def capture_with_reference(
     info: TargetInfo,
     job: CaptureJob,
     samples: Sequence[Sample],
-    on_tokens: Callable[[int], None],
-    take: Callable[[], PlannedShard | None] | None = None,
+    on_tokens: OnTokens,
+    take: Take | None = None,
 ) -> Iterator[tuple[PlannedShard, FileEntry]]:
     """Capture the job's shards with transformers and yield each when it is written.
 

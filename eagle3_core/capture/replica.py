@@ -41,7 +41,6 @@ class SessionEnd:
     kind: EndKind
     reason: str = ""
     error: Eagle3Error | None = None
-    was_loaded: bool = False
     in_flight: list[str] = field(default_factory=list)
     has_computed: bool = False
 
@@ -123,7 +122,7 @@ class _Watch:
         self._load_seconds = config.capture.load_timeout_minutes * 60
         self._stall_seconds = config.capture.stall_timeout_minutes * 60
         self._started = self._last_news = self._last_report = time.monotonic()
-        self._loaded = self._waits = False
+        self._loaded = False
         self._failure: dict[str, Any] | None = None
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
 
@@ -152,7 +151,7 @@ class _Watch:
                     f"the engine did not load in {self._load_seconds / 60:g} minutes "
                     "(capture.load_timeout_minutes)"
                 )
-        elif not self._waits and now - self._last_news > self._stall_seconds:
+        elif now - self._last_news > self._stall_seconds:
             raise _SessionTimeoutError(
                 f"the engine returned nothing for {self._stall_seconds / 60:g} minutes "
                 "(capture.stall_timeout_minutes)"
@@ -180,7 +179,7 @@ class _Watch:
         """A `SessionEnd` with what the journal tells."""
         journal = self._job.journal
         in_flight = journal.in_flight() if kind == "died" else []
-        return SessionEnd(kind, reason, error, self._loaded, in_flight, journal.has_finished_any())
+        return SessionEnd(kind, reason, error, in_flight, journal.has_finished_any())
 
     def _act(self, event: dict[str, Any]) -> None:
         name = event["event"]

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from eagle3_core.capture.job import CaptureJob
+from eagle3_core.capture.job import CaptureJob, check_positions
 from eagle3_core.config import SGLANG_MARGIN_TOKENS, RunConfig
 from eagle3_core.errors import CaptureError
 from eagle3_core.store.files import write_atomic
@@ -118,12 +118,7 @@ def engine_arguments(
     Raises:
         CaptureError: a sample is too long for the target's positions.
     """
-    limit = info.max_position_embeddings
-    if limit is not None and longest + SGLANG_MARGIN_TOKENS > limit:
-        raise CaptureError(
-            f"the longest sample has {longest:,} tokens and the target {limit:,} positions",
-            remedy=f"set data.max_length to at most {limit - SGLANG_MARGIN_TOKENS}",
-        )
+    check_positions(info, longest, SGLANG_MARGIN_TOKENS)
     engine, batch = config.engine, config.capture.max_batched_tokens
     arguments: dict[str, Any] = {
         "model_path": info.path,

@@ -33,7 +33,7 @@ from eagle3_core.capture.compare import (
 from eagle3_core.capture.job import capture_layout
 from eagle3_core.capture.reference import ReferenceModel
 from eagle3_core.config import RunConfig
-from eagle3_core.contracts import BadSample, LayerCheck, StepSpec, VerifyResult
+from eagle3_core.contracts import BadSample, StepSpec, VerifyResult
 from eagle3_core.errors import StoreError, VerificationError
 from eagle3_core.step import Progress
 from eagle3_core.store.dataset import Sample, read_dataset
@@ -159,7 +159,7 @@ class CaptureChecker:
         self._judge_meaning()
         distances = self._layer_distances()
         self._judge_layers(distances)
-        layers = [_layer_check(pooled(found)) for found in distances if found]
+        layers = [pooled(found).check() for found in distances if found]
         return VerifyResult(
             num_shards=num_shards,
             num_samples=len(self._samples) - len(self._left_out),
@@ -354,16 +354,6 @@ def spread(count: int, wanted: int) -> list[int]:
     """At most `wanted` indices below `count`, evenly spread: 10 and 3 give 0, 3, 6."""
     wanted = min(count, wanted)
     return [index * count // wanted for index in range(wanted)]
-
-
-def _layer_check(found: LayerDistances) -> LayerCheck:
-    return LayerCheck(
-        capture_id=found.capture_id,
-        nearest_id=found.nearest_id,
-        median_error=found.median_error,
-        p99_error=found.p99_error,
-        nearest_wrong_median=found.nearest_wrong_median,
-    )
 
 
 def _short(value: object) -> str:

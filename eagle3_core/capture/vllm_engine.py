@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from eagle3_core.artifacts import FileEntry
 from eagle3_core.capture.feed import OnTokens, SampleFeed, Take
-from eagle3_core.capture.job import CaptureJob, EngineEndedError
+from eagle3_core.capture.job import CaptureJob, EngineEndedError, check_positions
 from eagle3_core.capture.vllm_support import check_vllm_support
 from eagle3_core.config import CAPTURE_MARGIN_TOKENS, RunConfig
 from eagle3_core.errors import CaptureError
@@ -72,12 +72,7 @@ def engine_arguments(config: RunConfig, info: TargetInfo, job: CaptureJob, longe
     Raises:
         CaptureError: a sample is too long for the target's positions.
     """
-    limit = info.max_position_embeddings
-    if limit is not None and longest + CAPTURE_MARGIN_TOKENS > limit:
-        raise CaptureError(
-            f"the longest sample has {longest:,} tokens and the target {limit:,} positions",
-            remedy=f"set data.max_length to at most {limit - CAPTURE_MARGIN_TOKENS}",
-        )
+    check_positions(info, longest, CAPTURE_MARGIN_TOKENS)
     return {
         "max_model_len": longest + CAPTURE_MARGIN_TOKENS,
         "max_num_batched_tokens": config.capture.max_batched_tokens,
