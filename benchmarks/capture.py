@@ -248,6 +248,8 @@ def measure(options: argparse.Namespace, target: Path, folder: Path) -> dict[str
                 answer["cpu_seconds"] = workers[mode].cpu_seconds() - before
                 if number:
                     rounds[mode].append(answer)
+            if number:
+                print(round_line(number, *(rounds[mode][-1] for mode in MODES)), flush=True)
     finally:
         for worker in workers.values():
             worker.close()
@@ -260,6 +262,15 @@ def measure(options: argparse.Namespace, target: Path, folder: Path) -> dict[str
         "rounds": rounds,
         **summary(rounds),
     }
+
+
+def round_line(number: int, plain: dict[str, Any], captured: dict[str, Any]) -> str:
+    """What one round took, told when it is over."""
+    return (
+        f"round {number}: plain {plain['seconds']:.2f} s, capture {captured['seconds']:.2f} s "
+        f"({captured['last_token_seconds']:.2f} s to the last token), "
+        f"ratio {plain['seconds'] / captured['seconds']:.3f}"
+    )
 
 
 def summary(rounds: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:

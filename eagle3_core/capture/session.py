@@ -114,8 +114,11 @@ class _Line:
         self._tokens, self._last = 0, time.monotonic()
 
     def _listen(self) -> None:
-        for line in sys.stdin:
-            self._answers.put(line)
+        # A file object of its own: a child that an engine forks closes `sys.stdin`, and would wait for ever
+        # for the lock that this thread holds while it reads.
+        with os.fdopen(os.dup(0)) as answers:
+            for line in answers:
+                self._answers.put(line)
         end_with_descendants()
 
 
