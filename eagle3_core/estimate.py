@@ -241,7 +241,7 @@ def _dataset(plan: RunPlan) -> list[Sample] | None:
     if manifest is None or manifest.state != "complete":
         return None
     try:
-        return read_dataset(plan.store.folder(manifest.ref))
+        return read_dataset(plan.store.fetch(manifest.ref))
     except DataError:
         return None
 

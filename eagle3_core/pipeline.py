@@ -38,7 +38,7 @@ from eagle3_core.preflight import Check, run_checks
 from eagle3_core.probing import CHECK_NAME, check_probe
 from eagle3_core.report.write import write_report
 from eagle3_core.serving.acceptance import check_acceptance
-from eagle3_core.store.local import LocalStore
+from eagle3_core.store.open import open_store
 from eagle3_core.target.locate import fetch_spec, is_builtin, target_folder
 
 NOT_RETRIED = {
@@ -302,7 +302,7 @@ def _cleanup(run: _Run) -> StageOutcome:
 
 def _report(run: _Run) -> StageOutcome:
     """Write summary.json and report.html."""
-    write_report(run.folder.path, LocalStore(run.config.store_path))
+    write_report(run.folder.path, open_store(run.config))
     return StageOutcome(stage="report", message=f"{run.folder.path / 'report.html'}")
 
 

@@ -15,6 +15,7 @@ from eagle3_core.config import STAGES, RunConfig, Stage
 from eagle3_core.errors import StoreError
 from eagle3_core.host.engine_info import EngineVersions, engine_versions
 from eagle3_core.store.local import LocalStore
+from eagle3_core.store.open import open_store
 from eagle3_core.target.info import TargetInfo, inspect_target
 from eagle3_core.target.locate import present_target
 
@@ -116,7 +117,7 @@ def plan_run(config: RunConfig) -> RunPlan:
     target_path = present_target(config)
     target = inspect_target(target_path)
     versions = engine_versions(config.engine)
-    store = LocalStore(config.store_path)
+    store = open_store(config)
     artifacts = plan_artifacts(config, target, versions, store)
     return RunPlan(config, target_path, target, versions, store, artifacts)
 

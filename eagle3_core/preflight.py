@@ -11,14 +11,7 @@ from pydantic import BaseModel, ConfigDict
 
 from eagle3_core.capture.replica import num_replicas, replica_variables
 from eagle3_core.capture.vllm_support import check_embedding_state
-from eagle3_core.config import (
-    CAPTURE_MARGIN_TOKENS,
-    SGLANG_MARGIN_TOKENS,
-    STAGES,
-    EngineConfig,
-    RunConfig,
-    Stage,
-)
+from eagle3_core.config import STAGES, RunConfig, Stage
 from eagle3_core.contracts import EngineInfoResult, EngineInfoSpec
 from eagle3_core.data.conversations import read_prompts
 from eagle3_core.errors import ConfigError, DataError, Eagle3Error, HostError, TargetError
@@ -37,6 +30,7 @@ from eagle3_core.host.inspect import (
 from eagle3_core.host.process import engine_interpreter, run_step
 from eagle3_core.identity import draft_vocab_size, prompt_files
 from eagle3_core.memory import check_gpus, check_host, need_on_gpu, need_on_host
+from eagle3_core.sections import CAPTURE_MARGIN_TOKENS, SGLANG_MARGIN_TOKENS, EngineConfig
 from eagle3_core.target.fingerprint import TOKENIZER_VOCABULARIES
 from eagle3_core.target.info import TargetInfo, inspect_target
 from eagle3_core.target.layers import resolve_aux_layer_ids

@@ -15,7 +15,7 @@ from eagle3_core.config import STAGES, RunConfig, Stage, parse_stages
 from eagle3_core.host.process_tree import end_orphans
 from eagle3_core.host.run_folder import RunFolder, create_run_folder, new_run_id
 from eagle3_core.report.write import write_report
-from eagle3_core.store.local import LocalStore
+from eagle3_core.store.open import open_store
 from flows.recovery import settle_crashed_runs
 from tasks.benchmark import benchmark
 from tasks.cleanup import cleanup
@@ -93,6 +93,6 @@ def _end_badly(run: RunFolder, config: RunConfig, state: Any, message: str) -> N
     """Record the end; where even that fails, the first error is what the user needs."""
     try:
         run.finish(state, message)
-        write_report(run.path, LocalStore(config.store_path))
+        write_report(run.path, open_store(config))
     except Exception as error:
         get_run_logger().warning("no report of this run: %s", error)

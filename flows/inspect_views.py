@@ -13,12 +13,13 @@ from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
 
-from eagle3_core.config import EngineConfig, RunConfig, Section, TargetConfig, parse_config
+from eagle3_core.config import RunConfig, parse_config
 from eagle3_core.contracts import FetchTargetResult, ProgressEvent
 from eagle3_core.errors import EXIT_OK, EXIT_USER_ERROR
 from eagle3_core.host.process import run_step
 from eagle3_core.preflight import Check, run_checks
 from eagle3_core.probing import CHECK_NAME, remembered_check
+from eagle3_core.sections import EngineConfig, Section, TargetConfig
 from eagle3_core.target.locate import fetch_spec
 
 

@@ -14,7 +14,7 @@ from rich.table import Table
 from eagle3_core.capture.probe_all import probe_all
 from eagle3_core.capture.probe_plan import PROBE_TIMEOUT_SECONDS, known_architectures
 from eagle3_core.capture.probe_record import GOOD, MARKS, ProbeRecord, result_line, write_record
-from eagle3_core.config import RunConfig, TargetConfig, resolve_path
+from eagle3_core.config import RunConfig, resolve_path
 from eagle3_core.contracts import ProbeResult, ProbeSpec, ProgressEvent
 from eagle3_core.errors import EXIT_OK, EXIT_STEP_FAILED, EXIT_USER_ERROR, TargetError
 from eagle3_core.host.engine_environment import capture_engine_config
@@ -22,6 +22,7 @@ from eagle3_core.host.engine_info import capture_versions
 from eagle3_core.host.process import run_step
 from eagle3_core.preflight import check_devices
 from eagle3_core.probing import ask, target_document
+from eagle3_core.sections import TargetConfig
 from eagle3_core.target.locate import is_builtin, present_target
 
 LEGEND = (

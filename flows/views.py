@@ -18,6 +18,7 @@ from eagle3_core.lineage import Lineage, find_artifact, trace
 from eagle3_core.planning import plan_run
 from eagle3_core.report.summary import RunSummary, summarise
 from eagle3_core.store.local import LocalStore
+from eagle3_core.store.open import open_store
 
 STATE_STYLE = {
     "completed": "green",
@@ -42,7 +43,7 @@ def show_plan(config: RunConfig, stages: Sequence[Stage] | None, as_json: bool) 
 def show_run(workspace: str, name: str, as_json: bool) -> None:
     """Print a run's stages and figures."""
     run = find_run(resolve_path(workspace), name)
-    summary = summarise(run.path, LocalStore(run.config().store_path))
+    summary = summarise(run.path, open_store(run.config()))
     if as_json:
         _print_json(summary.model_dump(mode="json"))
         return
@@ -81,7 +82,7 @@ def show_lineage(workspace: str, store_root: str | None, name: str, as_json: boo
 def summary_lines(run: RunFolder, summary: RunSummary | None = None) -> Iterator[str]:
     """The result first, then where it lies."""
     record = run.record()
-    found = summary or summarise(run.path, LocalStore(run.config().store_path))
+    found = summary or summarise(run.path, open_store(run.config()))
     kind = "rehearsal" if found.is_rehearsal else "run"
     yield f"{kind} {record.run_id} {record.state}" + (f": {record.message}" if record.message else "")
     if found.benchmark is not None:
@@ -97,7 +98,7 @@ def summary_lines(run: RunFolder, summary: RunSummary | None = None) -> Iterator
     export = next((a for a in found.artifacts if a.ref.kind == "export"), None)
     if export is not None:
         config = run.config()
-        folder = LocalStore(config.store_path).folder(export.ref)
+        folder = open_store(config).folder(export.ref)
         yield from (f"draft for {engine}: {folder / engine}" for engine in config.export.engines)
     for name in ("summary.json", "report.html"):
         if (run.path / name).is_file():

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from eagle3_core.config import EngineConfig
 from eagle3_core.host.engine_environment import SGLANG_CPU_PACKAGES, engine_environment
+from eagle3_core.sections import EngineConfig
 
 REQUIREMENTS = {
     "pytest.mark.engine": "torch", "pytest.mark.orchestrator": "prefect", "pytest.mark.sglang": "sglang"

@@ -30,6 +30,7 @@ from eagle3_core.step import Progress
 from eagle3_core.store.dataset import Sample, read_dataset
 from eagle3_core.store.files import file_problem
 from eagle3_core.store.local import ArtifactWriter, LocalStore
+from eagle3_core.store.open import open_store
 from eagle3_core.store.shards import PlannedShard, plan_shards
 from eagle3_core.target.info import inspect_target
 
@@ -50,10 +51,10 @@ def run(spec: StepSpec, progress: Progress) -> ExtractResult:
     config = spec.config
     info = inspect_target(Path(spec.target_path))
     layout = capture_layout(config, info)
-    store = LocalStore(config.store_path)
+    store = open_store(config)
     dataset = spec.inputs["dataset"]
-    store.read(dataset)
-    samples = read_dataset(store.folder(dataset))
+    dataset_folder = store.fetch(dataset)
+    samples = read_dataset(dataset_folder)
     plan = spec.outputs["capture"]
     check_plan(plan, samples, layout, info)
     shards = plan_shards(samples, layout, int(config.capture.shard_bytes))
@@ -65,7 +66,7 @@ def run(spec: StepSpec, progress: Progress) -> ExtractResult:
         stack.callback(claims.close)
         job = CaptureJob(
             engine=str(plan.identity.get("engine", config.capture.engine)),
-            dataset_folder=str(store.folder(dataset)),
+            dataset_folder=str(dataset_folder),
             folder=str(staging.path),
             layout=layout,
             shards=tuple(shards),

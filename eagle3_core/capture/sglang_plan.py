@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from eagle3_core.capture.job import CaptureJob, check_positions
-from eagle3_core.config import SGLANG_MARGIN_TOKENS, RunConfig
+from eagle3_core.config import RunConfig
 from eagle3_core.errors import CaptureError
+from eagle3_core.sections import SGLANG_MARGIN_TOKENS
 from eagle3_core.store.files import write_atomic
 from eagle3_core.target.info import TargetInfo
 from eagle3_core.target.layers import source_layer

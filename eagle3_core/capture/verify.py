@@ -38,7 +38,7 @@ from eagle3_core.errors import StoreError, VerificationError
 from eagle3_core.step import Progress
 from eagle3_core.store.dataset import Sample, read_dataset
 from eagle3_core.store.files import write_atomic
-from eagle3_core.store.local import LocalStore
+from eagle3_core.store.open import open_store
 from eagle3_core.store.shards import CapturedSample, PlannedShard, ShardLayout, ShardReader, plan_shards
 from eagle3_core.target.info import TargetInfo, inspect_target
 from eagle3_core.target.weights import FinalHead
@@ -58,12 +58,12 @@ def run(spec: StepSpec, progress: Progress) -> VerifyResult:
         StoreError: the capture is not complete.
     """
     started = time.monotonic()
-    config, store = spec.config, LocalStore(spec.config.store_path)
+    config, store = spec.config, open_store(spec.config)
     info = inspect_target(Path(spec.target_path))
     capture, dataset = spec.inputs["capture"], spec.inputs["dataset"]
     manifest = store.read(capture)
     layout = capture_layout(config, info)
-    samples = read_dataset(store.folder(dataset))
+    samples = read_dataset(store.fetch(dataset))
     shards = plan_shards(samples, layout, int(config.capture.shard_bytes))
     check_file_names([entry.path for entry in manifest.files], shards)
     left_out = {

@@ -17,8 +17,9 @@ from eagle3_core.artifacts import FileEntry
 from eagle3_core.capture.feed import OnTokens, SampleFeed, Take
 from eagle3_core.capture.job import CaptureJob, EngineEndedError, check_positions
 from eagle3_core.capture.vllm_support import check_vllm_support
-from eagle3_core.config import CAPTURE_MARGIN_TOKENS, RunConfig
+from eagle3_core.config import RunConfig
 from eagle3_core.errors import CaptureError
+from eagle3_core.sections import CAPTURE_MARGIN_TOKENS
 from eagle3_core.store.dataset import Sample
 from eagle3_core.store.shards import PlannedShard
 from eagle3_core.target.info import TargetInfo

@@ -32,7 +32,7 @@ from eagle3_core.identity import prompt_files, prompt_hashes
 from eagle3_core.step import Progress
 from eagle3_core.store.dataset import DATASET_FILE, Sample, content_hash, read_dataset, write_dataset
 from eagle3_core.store.files import atomic_file
-from eagle3_core.store.local import LocalStore
+from eagle3_core.store.open import open_store
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -56,7 +56,7 @@ class _Preparation:
 
     def __init__(self, spec: StepSpec, progress: Progress) -> None:
         self._spec, self._config, self._progress = spec, spec.config, progress
-        self._store = LocalStore(spec.config.store_path)
+        self._store = open_store(spec.config)
         self._generated_tokens, self._seconds = 0, 0.0
 
     @cached_property

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from eagle3_core.config import PROJECT_ROOT, EngineConfig, RunConfig, resolve_path
+from eagle3_core.config import PROJECT_ROOT, RunConfig, resolve_path
+from eagle3_core.sections import EngineConfig
 
 OPENMP_LIBRARY = "libiomp5.so"
 SGLANG_CPU_PACKAGES = PROJECT_ROOT / "eagle3_core" / "capture" / "sglang_cpu"

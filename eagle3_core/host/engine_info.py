@@ -16,11 +16,12 @@ from functools import lru_cache
 from pydantic import BaseModel, ConfigDict
 
 from eagle3_core.artifacts import RECORDED_PACKAGES, installed_versions
-from eagle3_core.config import EngineConfig, RunConfig
+from eagle3_core.config import RunConfig
 from eagle3_core.contracts import EngineInfoResult, EngineInfoSpec
 from eagle3_core.errors import HostError
 from eagle3_core.host.engine_environment import capture_engine_config
 from eagle3_core.host.process import engine_interpreter
+from eagle3_core.sections import EngineConfig
 from eagle3_core.step import Progress
 
 QUERY_SECONDS = 60

@@ -21,12 +21,13 @@ from typing import IO, Any
 
 from pydantic import BaseModel, ValidationError
 
-from eagle3_core.config import PROJECT_ROOT, EngineConfig, resolve_path
+from eagle3_core.config import PROJECT_ROOT, resolve_path
 from eagle3_core.contracts import RESULT_TYPES, ProgressEvent, StepName, StepOutcome
 from eagle3_core.errors import HostError, StepError
 from eagle3_core.host.engine_environment import engine_environment
 from eagle3_core.host.lines import LineSplitter, Parsed, Redactor, parse_line
 from eagle3_core.host.process_tree import STEP_VARIABLE, ProcessTree, step_variable
+from eagle3_core.sections import EngineConfig
 
 TAIL_LINES = 30
 STARTED_MARK = "# started "

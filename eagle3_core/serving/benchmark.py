@@ -29,6 +29,7 @@ from eagle3_core.step import Progress
 from eagle3_core.store.dataset import Sample, benchmark_samples, content_hash, read_dataset
 from eagle3_core.store.files import write_atomic
 from eagle3_core.store.local import LocalStore
+from eagle3_core.store.open import open_store
 from eagle3_core.target.info import inspect_target
 from eagle3_core.target.layers import resolve_aux_layer_ids
 
@@ -50,7 +51,7 @@ def run(spec: StepSpec, progress: Progress) -> BenchmarkResult:
             before an engine starts.
     """
     started = time.monotonic()
-    config, store = spec.config, LocalStore(spec.config.store_path)
+    config, store = spec.config, open_store(spec.config)
     draft_path = _find_draft(store, spec)
     samples = read_dataset(_intact_folder(store, spec, "dataset"))
     chosen, skipped = choose_prompts(samples, config)
@@ -120,7 +121,7 @@ def _intact_folder(store: LocalStore, spec: StepSpec, role: str) -> Path:
         raise BenchmarkError(
             f"{ref} is damaged: {'; '.join(problems.values())}", remedy=f"make the {role} again"
         )
-    return store.folder(ref)
+    return store.fetch(ref)
 
 
 def _prompt(sample: Sample) -> list[int]:

@@ -19,6 +19,7 @@ from eagle3_core.serving.draft import AUX_IDS_KEY, TrainedDraft, read_draft
 from eagle3_core.serving.vllm_format import check_vllm, write_vllm
 from eagle3_core.step import Progress
 from eagle3_core.store.local import LocalStore
+from eagle3_core.store.open import open_store
 from eagle3_core.target.info import TargetInfo, inspect_target
 from eagle3_core.target.layers import resolve_aux_layer_ids
 from eagle3_core.target.locate import verifier_name
@@ -61,7 +62,7 @@ def run(spec: StepSpec, progress: Progress) -> ExportResult:
         StoreError: an input is missing, or the export is being written by another process.
     """
     started = time.monotonic()
-    config, store = spec.config, LocalStore(spec.config.store_path)
+    config, store = spec.config, open_store(spec.config)
     target = inspect_target(Path(spec.target_path))
     draft = _read_inputs(store, spec)
     aux_layer_ids = resolve_aux_layer_ids(config.target.aux_layer_ids, target.num_layers)
@@ -104,7 +105,7 @@ def _read_inputs(store: LocalStore, spec: StepSpec) -> TrainedDraft:
         raise ExportError(f"{checkpoint} names no vocabulary it was trained with", remedy="train it again")
     for ref in (checkpoint, vocabulary):
         _check_intact(store, ref)
-    return read_draft(store.folder(checkpoint), store.folder(vocabulary))
+    return read_draft(store.fetch(checkpoint), store.fetch(vocabulary))
 
 
 def _check_intact(store: LocalStore, ref: ArtifactRef) -> None:

@@ -45,6 +45,15 @@ class LocalStore:
         """Where an artifact's files lie."""
         return self.root / ref.kind / ref.id
 
+    def fetch(self, ref: ArtifactRef) -> Path:
+        """The folder with all files of a complete artifact.
+
+        Raises:
+            StoreError: missing or not complete.
+        """
+        self.read(ref)
+        return self.folder(ref)
+
     def find(self, ref: ArtifactRef) -> Manifest | None:
         """The manifest, partial or complete, or None.
 

@@ -10,9 +10,10 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from eagle3_core.config import RunConfig, TargetConfig, resolve_path
+from eagle3_core.config import RunConfig, resolve_path
 from eagle3_core.contracts import FetchTargetSpec
 from eagle3_core.errors import TargetError
+from eagle3_core.sections import TargetConfig
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 

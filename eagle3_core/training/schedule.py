@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from eagle3_core.config import TrainConfig
+from eagle3_core.sections import TrainConfig
 
 
 def learning_rate(train: TrainConfig, step: int, num_steps: int) -> float:

@@ -21,6 +21,7 @@ from eagle3_core.identity import draft_vocab_size
 from eagle3_core.store.dataset import Sample, benchmark_samples, read_dataset
 from eagle3_core.store.files import atomic_file, write_atomic
 from eagle3_core.store.local import ArtifactWriter, LocalStore
+from eagle3_core.store.open import open_store
 from eagle3_core.store.shards import ShardReader
 from eagle3_core.target.info import TargetInfo, inspect_target
 from eagle3_core.target.layers import final_layer_id, resolve_aux_layer_ids
@@ -55,13 +56,11 @@ def run(spec: StepSpec, progress: Progress) -> TrainResult:
         StoreError: an input is missing, or somebody else writes the checkpoint.
     """
     started = time.monotonic()
-    store = LocalStore(spec.config.store_path)
+    store = open_store(spec.config)
     target = inspect_target(Path(spec.target_path))
     capture = store.read(spec.inputs["capture"])
-    store.read(spec.inputs["dataset"])
-    store.read(spec.inputs["vocabulary"])
-    samples = read_dataset(store.folder(spec.inputs["dataset"]))
-    vocabulary = load_vocabulary(store.folder(spec.inputs["vocabulary"]))
+    samples = read_dataset(store.fetch(spec.inputs["dataset"]))
+    vocabulary = load_vocabulary(store.fetch(spec.inputs["vocabulary"]))
     folder, shards = store.folder(capture.ref), shard_names(capture)
     check_inputs(spec.config, target, samples, vocabulary, folder, shards)
     index = index_samples(samples, folder, shards, _bad_samples(store, spec))

@@ -31,7 +31,8 @@ def test_an_engine_may_fork_while_the_session_waits_for_its_step() -> None:
         [sys.executable, "-c", FORKS_WHILE_IT_LISTENS],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=PROJECT_ROOT,
     )  # fmt: skip
-    assert process.stdin is not None and process.stdout is not None
+    assert process.stdin is not None
+    assert process.stdout is not None
     process.stdin.write("3\n")
     process.stdin.flush()
     lines = process.stdout.read().splitlines()

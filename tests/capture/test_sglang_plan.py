@@ -11,8 +11,8 @@ import pytest
 from eagle3_core.capture.job import CaptureJob
 from eagle3_core.capture.sglang_plan import JOB_NAME, REQUIRED_SETTINGS, check_settings, hook_specs
 from eagle3_core.capture.sglang_transport import command_line
-from eagle3_core.config import SGLANG_MARGIN_TOKENS
 from eagle3_core.errors import CaptureError
+from eagle3_core.sections import SGLANG_MARGIN_TOKENS
 from eagle3_core.store.shards import PlannedShard, ShardLayout
 
 

@@ -18,10 +18,11 @@ from eagle3_core.artifacts import Manifest
 from eagle3_core.capture.compare import layer_distances
 from eagle3_core.capture.reference import ReferenceModel
 from eagle3_core.capture.vllm_engine import check_settings
-from eagle3_core.config import CAPTURE_MARGIN_TOKENS, PROJECT_ROOT
+from eagle3_core.config import PROJECT_ROOT
 from eagle3_core.contracts import StepSpec
 from eagle3_core.errors import CaptureError
 from eagle3_core.host.engine_environment import engine_environment
+from eagle3_core.sections import CAPTURE_MARGIN_TOKENS
 from eagle3_core.store.files import file_problem
 from eagle3_core.store.local import LocalStore
 from eagle3_core.store.shards import CapturedSample, ShardReader

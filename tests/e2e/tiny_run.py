@@ -9,8 +9,9 @@ from typing import Any
 
 import yaml
 
-from eagle3_core.config import PROJECT_ROOT, EngineConfig, resolve_path
+from eagle3_core.config import PROJECT_ROOT, resolve_path
 from eagle3_core.host.engine_environment import engine_environment
+from eagle3_core.sections import EngineConfig
 
 KINDS = ("question", "code", "list", "arithmetic")
 SUBJECTS = ("the sea", "apples", "rain", "the moon", "a cat", "bread", "music", "winter")

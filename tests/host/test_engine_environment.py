@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from eagle3_core.config import PROJECT_ROOT, EngineConfig, RunConfig
+from eagle3_core.config import PROJECT_ROOT, RunConfig
 from eagle3_core.errors import HostError
 from eagle3_core.host.engine_environment import (
     SGLANG_CPU_PACKAGES,
@@ -16,6 +16,7 @@ from eagle3_core.host.engine_environment import (
     engine_environment,
 )
 from eagle3_core.host.engine_info import capture_versions, engine_versions
+from eagle3_core.sections import EngineConfig
 
 
 def environment_with(folder: Path, package: str) -> str:

@@ -13,12 +13,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from eagle3_core.config import EngineConfig
 from eagle3_core.contracts import ProgressEvent, StepSpec, VerifyResult
 from eagle3_core.errors import EXIT_STEP_FAILED, HostError, StepError
 from eagle3_core.host.process import Supervisor, describe_status, run_step
 from eagle3_core.host.process_tree import STEP_VARIABLE, ProcessId, end_orphans
 from eagle3_core.planning import plan_run
+from eagle3_core.sections import EngineConfig
 from tests.doubles.profile import stand_in_config
 
 GONE_SECONDS = 30.0

@@ -1,0 +1,278 @@
+"""The sections of a run configuration; `eagle3_core.config` puts them together.
+
+Units are in the field names or the descriptions; the command line, the Prefect form and the reference page
+are generated from them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, model_validator
+
+Dtype = Literal["bfloat16", "float16", "float32"]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
+
+CAPTURE_MARGIN_TOKENS = 4
+"""vLLM captures nothing for a batch with a sequence that comes within two tokens of its longest one."""
+SGLANG_MARGIN_TOKENS = 8
+"""SGLang refuses a prompt that comes within six tokens of its context length."""
+
+
+class Section(BaseModel):
+    """Base of all configuration models: frozen, unknown keys forbidden."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+
+
+class TargetConfig(Section):
+    """The large model that is to be served faster."""
+
+    model: str = Field(
+        description="A built-in target (`smollm2-135m`), a local Hugging Face folder, or a hub id that is "
+        "already in the local hub cache."
+    )
+    revision: str | None = Field(default=None, description="Hub revision; None takes the cached default.")
+    dtype: Dtype = Field(default="bfloat16", description="Compute dtype of the target in the engine.")
+    trust_remote_code: bool = Field(default=False, description="Let the engine run code of the target.")
+    aux_layer_ids: tuple[int, ...] | None = Field(
+        default=None,
+        description="Capture ids of the auxiliary hidden states: id k is the state entering decoder layer k. "
+        "None means (2, N//2, N-3) for N layers.",
+    )
+
+
+class GenerationConfig(Section):
+    """How the target answers the prompts itself (on-policy data)."""
+
+    max_tokens: int = Field(default=128, ge=2, le=131072, description="Longest answer of a turn, tokens.")
+    temperature: float = Field(default=0.0, ge=0.0, le=2.0, description="0 decodes greedily.")
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0, description="Nucleus; used when temperature > 0.")
+    seed: int = Field(default=0, ge=0, description="Sampling seed; used when temperature > 0.")
+
+
+class DataConfig(Section):
+    """Prompts, the target's answers to them, and tokenisation."""
+
+    prompts: tuple[str, ...] = Field(
+        default=("builtin",),
+        min_length=1,
+        description="Sources of conversations: `builtin` for the shipped prompts, or JSONL files with "
+        '{"id", "kind", "split", "messages"} per line.',
+    )
+    heldout_fraction: Fraction = Field(
+        default=0.1,
+        description="Share of each kind held out from training, for rows that do not name their split.",
+    )
+    generation: GenerationConfig = Field(default=GenerationConfig(), description="The target's own answers.")
+    max_length: int = Field(default=2048, ge=16, description="Longest sample in tokens; the rest is cut.")
+    min_trainable_tokens: int = Field(
+        default=2, ge=1, description="Samples with fewer answer tokens are rejected."
+    )
+    max_rejected_fraction: Fraction = Field(
+        default=0.5, description="More rejected samples than this share end the stage."
+    )
+
+
+class DraftConfig(Section):
+    """The EAGLE-3 draft: one Llama decoder layer over the target's hidden states."""
+
+    vocab_size: int | None = Field(
+        default=None,
+        ge=2,
+        description="Draft vocabulary: the most frequent answer tokens. None keeps the target's vocabulary.",
+    )
+    num_layers: int = Field(default=1, ge=1, le=4, description="Decoder layers of the draft.")
+    intermediate_size: int | None = Field(
+        default=None, ge=8, description="MLP width; None takes the target's."
+    )
+    norm_before_residual: bool = Field(
+        default=False, description="Residual stream starts from the normalised state."
+    )
+    norm_before_fc: bool = Field(
+        default=False, description="Normalise the concatenated auxiliary states first."
+    )
+    fc_norm: bool = Field(default=False, description="Normalise each auxiliary state on its own.")
+    norm_output: bool = Field(default=False, description="Feed the normalised state to the next TTT step.")
+    train_lm_head: bool = Field(
+        default=False, description="Train the draft's LM head; else it keeps the target's rows."
+    )
+
+    @model_validator(mode="after")
+    def _one_input_norm(self) -> DraftConfig:
+        if self.norm_before_fc and self.fc_norm:
+            raise ValueError("norm_before_fc and fc_norm exclude each other: keep one")
+        return self
+
+
+class CaptureConfig(Section):
+    """Which states are stored and how."""
+
+    engine: Literal["vllm", "sglang", "reference"] = Field(
+        default="vllm",
+        description="`sglang` needs an environment of its own (`capture.python`); `reference` is a plain "
+        "transformers forward: slow, for checks.",
+    )
+    python: str | None = Field(
+        default=None,
+        description="Interpreter of the environment of the capture engine; None is `engine.python`. For "
+        "SGLang on the CPU `make setup-sglang` makes `.envs/engine-sglang-cpu/bin/python`.",
+    )
+    shard_bytes: ByteSize = Field(
+        default=ByteSize(1 << 30), ge=4096, description="Target size of a shard, e.g. `1GiB`."
+    )
+    final_state: Literal["loss_rows", "all"] = Field(
+        default="loss_rows",
+        description="Store the last layer's state only for rows that a loss term reads, or for all.",
+    )
+    max_batched_tokens: int = Field(default=2048, ge=64, description="Prefill tokens of one engine step.")
+    reference_batching: Literal["single", "padded", "packed"] = Field(
+        default="single",
+        description="How the engine `reference` runs samples: one at a time, or several in a forward of at "
+        "most `max_batched_tokens`, padded to the longest or packed into one row. The results are the same.",
+    )
+    probe: bool = Field(
+        default=True,
+        description="Preflight captures a miniature of the target first and compares every layer with "
+        "transformers, once for each engine version and architecture (half a minute).",
+    )
+    replicas: int | None = Field(
+        default=None,
+        ge=1,
+        le=64,
+        description="Engines that take shards from one queue, each on `engine.tensor_parallel_size` GPUs. "
+        "None uses all visible GPUs, and one engine on the CPU.",
+    )
+    max_quarantined_samples: int = Field(
+        default=8, ge=0, description="More samples that kill an engine than this end the stage."
+    )
+    load_timeout_minutes: float = Field(
+        default=60.0, gt=0, description="An engine that has not loaded after this time is ended."
+    )
+    stall_timeout_minutes: float = Field(
+        default=20.0, gt=0, description="A loaded engine that returns no tokens for this time is restarted."
+    )
+    sglang_port: int | None = Field(
+        default=None,
+        ge=1,
+        le=65535,
+        description="Run SGLang as an HTTP server on this local port (one replica); None runs no server.",
+    )
+    sglang_hooks: Literal["auto", "layers", "model"] = Field(
+        default="auto",
+        description="Read states from the outputs of decoder layers, or let SGLang's model capture them "
+        "itself; `auto` chooses by architecture.",
+    )
+    sglang_attention_backend: str | None = Field(
+        default=None, description="SGLang's attention backend, e.g. `triton`; None lets SGLang choose."
+    )
+
+
+class VerifyConfig(Section):
+    """Limits of the checks on stored states."""
+
+    min_next_token_agreement: Fraction = Field(
+        default=0.98,
+        description="Share of checked rows where the target's norm and LM head on the stored final state "
+        "reproduce the next token, near-ties counted as agreement.",
+    )
+    samples_per_shard: int = Field(
+        default=8, ge=1, description="Samples of every shard whose meaning is checked."
+    )
+    reference_samples: int = Field(
+        default=2, ge=0, description="Samples compared layer by layer with a transformers forward."
+    )
+    max_bad_samples: int = Field(
+        default=0, ge=0, description="More bad samples (non-finite, wrong ids) end the stage."
+    )
+
+
+class TrainConfig(Section):
+    """Training-time test (TTT) training of the draft."""
+
+    ttt_steps: int = Field(default=3, ge=1, le=16, description="Draft steps unrolled in training.")
+    num_epochs: int = Field(default=8, ge=1, description="Passes over the training samples.")
+    pack_tokens: int = Field(default=1024, ge=32, description="Tokens of one pack (one optimizer step).")
+    learning_rate: float = Field(default=3e-4, gt=0, description="Peak learning rate of AdamW.")
+    betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), description="AdamW betas.")
+    weight_decay: float = Field(default=0.0, ge=0, description="AdamW weight decay.")
+    warmup_fraction: Fraction = Field(default=0.03, description="Share of all steps spent warming up.")
+    schedule: Literal["cosine", "linear", "constant"] = Field(default="cosine", description="Decay.")
+    max_grad_norm: float = Field(default=1.0, gt=0, description="Gradient clipping.")
+    step_loss_decay: float = Field(
+        default=1.0, gt=0, le=1.0, description="Weight of TTT step k is this to the power k."
+    )
+    compute_dtype: Literal["bfloat16", "float32"] = Field(
+        default="bfloat16", description="Autocast dtype; weights and optimizer state stay fp32."
+    )
+    seed: int = Field(default=0, ge=0, description="Initialisation and sample order.")
+    checkpoint_every_seconds: float = Field(
+        default=60.0, gt=0, description="A resumable checkpoint is written this often and at each epoch end."
+    )
+
+
+class ExportConfig(Section):
+    """The folder that the serving engine loads."""
+
+    engines: tuple[Literal["vllm"], ...] = Field(
+        default=("vllm",), min_length=1, description="Serving engines to export for."
+    )
+    include_embedding: bool = Field(
+        default=False,
+        description="Ship a copy of the target's embedding; without it the engine shares the target's.",
+    )
+
+
+class BenchmarkConfig(Section):
+    """Acceptance and speed in the real serving engine."""
+
+    num_prompts: int = Field(default=32, ge=1, description="Held-out prompts to decode.")
+    max_tokens: int = Field(default=64, ge=2, description="Tokens decoded for each prompt.")
+    num_speculative_tokens: int = Field(default=3, ge=1, le=16, description="Draft tokens per pass (K).")
+    concurrency: int = Field(default=32, ge=1, description="Sequences at once for the acceptance figures.")
+    measure_speed: bool = Field(
+        default=True, description="Also decode one sequence at a time, with and without the draft."
+    )
+    min_acceptance_length: float = Field(
+        default=1.0,
+        ge=1.0,
+        description="A lower measured acceptance length fails the stage (a rehearsal with `limit` warns).",
+    )
+
+
+class EngineConfig(Section):
+    """The environment in which steps with tensors run."""
+
+    python: str = Field(
+        default=".envs/engine-cpu/bin/python", description="Interpreter of the engine environment."
+    )
+    device: Literal["cpu", "cuda"] = Field(default="cpu", description="Where the engine runs.")
+    tensor_parallel_size: int = Field(default=1, ge=1, description="GPUs that hold one target together.")
+    max_num_seqs: int = Field(default=32, ge=1, description="Sequences that the engine runs at once.")
+    max_model_len: int = Field(default=2048, ge=32, description="Longest sequence in the engine, tokens.")
+    kv_cache_gib: float = Field(default=2.0, gt=0, description="KV cache on the CPU, GiB.")
+    enforce_eager: bool = Field(
+        default=False,
+        description="No compilation and no CUDA graphs in vLLM: loads a minute sooner, generates slower. "
+        "On the CPU it is always so.",
+    )
+    gpu_memory_utilization: float = Field(
+        default=0.9, gt=0, le=1, description="Share of GPU memory for the engine."
+    )
+    environment: dict[str, str] = Field(
+        default={},
+        description="Extra environment variables of the step's process. Secrets belong into the environment "
+        "of the command or worker instead, which the step inherits.",
+    )
+
+
+class LimitsConfig(Section):
+    """What the host must have, and how stages are retried."""
+
+    min_free_memory_gib: float = Field(default=4.0, ge=0, description="Preflight needs this much memory.")
+    min_free_disk_gib: float = Field(
+        default=2.0, ge=0, description="Free space that must remain after the run's own needs, GiB."
+    )
+    step_retries: int = Field(default=1, ge=0, le=10, description="Retries of a failed step.")
+    step_timeout_minutes: float = Field(default=720.0, gt=0, description="A step that runs longer is ended.")
