@@ -78,6 +78,7 @@ class FileEntry(_Record):
     path: str = Field(description="Path inside the artifact's folder.")
     bytes: int = Field(ge=0, description="Size of the file.")
     xxh3_128: str = Field(description="Hash of the whole file.")
+    sha256: str | None = Field(default=None, description="Of the whole file, where somebody wanted it.")
     facts: dict[str, Any] = Field(default={}, description="Counts of this file, e.g. samples and tokens.")
 
 

@@ -6,12 +6,15 @@ line, the Prefect form and the reference page are generated from them.
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, field_validator
 
 from eagle3_core.errors import ConfigError
 from eagle3_core.sections import (
@@ -22,6 +25,7 @@ from eagle3_core.sections import (
     EngineConfig,
     ExportConfig,
     LimitsConfig,
+    ObjectStoreConfig,
     Section,
     TargetConfig,
     TrainConfig,
@@ -36,6 +40,7 @@ STAGES: tuple[Stage, ...] = (
 )  # fmt: skip
 
 MAX_SHOWN_INPUT = 100
+BUCKET_URL = r"s3://([a-z0-9][a-z0-9.-]{1,61}[a-z0-9])(?:/(\S*))?"
 
 PROJECT_ROOT = Path(__file__).resolve().parent.parent
 """The checkout. Relative paths in a profile are relative to it, so a run means the same from any folder."""
@@ -57,7 +62,12 @@ class RunConfig(Section):
     limits: LimitsConfig = Field(default=LimitsConfig(), description="Host limits and retries.")
     workspace: str = Field(default="workspace", description="Folder of run folders, caches and staging.")
     store: str | None = Field(
-        default=None, description="Store root for artifacts; None is `store` in the workspace."
+        default=None,
+        description="Store root for artifacts: a folder or `s3://bucket/prefix`; None is `store` in the "
+        "workspace.",
+    )
+    object_store: ObjectStoreConfig = Field(
+        default=ObjectStoreConfig(), description="A store in `s3://`: server, uploads and cache."
     )
     limit: int | None = Field(
         default=None,
@@ -70,10 +80,60 @@ class RunConfig(Section):
         """The workspace as an absolute path."""
         return resolve_path(self.workspace)
 
+    @field_validator("store")
+    @classmethod
+    def _readable_store(cls, store: str | None) -> str | None:
+        if store is not None and "://" in store:
+            ObjectRoot.parse(store)
+        return store
+
+    @property
+    def object_root(self) -> ObjectRoot | None:
+        """Bucket and prefix of a store in `s3://`, None where the store is a folder."""
+        return ObjectRoot.parse(self.store) if self.store and "://" in self.store else None
+
     @property
     def store_path(self) -> Path:
-        """The store root as an absolute path."""
-        return resolve_path(self.store) if self.store else self.workspace_path / "store"
+        """The local root of the store as an absolute path: of one in `s3://` its local mirror."""
+        return local_root(self.store, self.workspace_path)
+
+
+@dataclass(frozen=True)
+class ObjectRoot:
+    """A store root in an object store; written `s3://bucket/prefix`."""
+
+    bucket: str
+    prefix: str
+
+    @classmethod
+    def parse(cls, url: str) -> ObjectRoot:
+        """Read `s3://bucket/prefix`.
+
+        Raises:
+            ValueError: not of that form.
+        """
+        match = re.fullmatch(BUCKET_URL, url)
+        prefix = match[2].strip("/") if match and match[2] else ""
+        if match is None or any(part in ("", ".", "..") for part in prefix.split("/") if prefix):
+            raise ValueError("a store is a folder or s3://BUCKET/PREFIX, a bucket named as S3 allows it")
+        return cls(match[1], prefix)
+
+    def __str__(self) -> str:
+        return f"s3://{self.bucket}/{self.prefix}" if self.prefix else f"s3://{self.bucket}"
+
+    def key(self, path: str) -> str:
+        """The key of an object whose path below the root is `path`."""
+        return f"{self.prefix}/{path}" if self.prefix else path
+
+
+def local_root(store: str | None, workspace: Path) -> Path:
+    """The folder of a store: itself, `store` in the workspace, or the mirror of one in `s3://`."""
+    if store is None:
+        return workspace / "store"
+    if "://" not in store:
+        return resolve_path(store)
+    name = hashlib.sha256(str(ObjectRoot.parse(store)).encode()).hexdigest()[:16]
+    return workspace / "cache" / "s3" / name
 
 
 def resolve_path(path: str) -> Path:

@@ -276,3 +276,44 @@ class LimitsConfig(Section):
     )
     step_retries: int = Field(default=1, ge=0, le=10, description="Retries of a failed step.")
     step_timeout_minutes: float = Field(default=720.0, gt=0, description="A step that runs longer is ended.")
+
+
+class ObjectStoreConfig(Section):
+    """How a store in `s3://` is reached; credentials come from the usual chain of AWS clients."""
+
+    endpoint_url: str | None = Field(
+        default=None,
+        pattern=r"^https?://[^/\s]+(/.*)?$",
+        description="URL of an S3-compatible server; None takes `AWS_ENDPOINT_URL` or AWS itself.",
+    )
+    region: str | None = Field(
+        default=None, description="Region of the bucket; None takes `AWS_REGION` or the profile's."
+    )
+    checksum: Literal["sha256", "etag", "read_back"] = Field(
+        default="sha256",
+        description="How an upload is proven: SHA-256 checksums sent with every part and compared with the "
+        "object's; Content-MD5 and the ETag, for servers that refuse checksum headers; or the object read "
+        "back and hashed, for servers whose ETag is no MD5.",
+    )
+    part_bytes: ByteSize = Field(
+        default=ByteSize(64 << 20),
+        ge=5 << 20,
+        le=5 << 30,
+        description="Larger files are uploaded in parts of this size, each retried alone.",
+    )
+    max_connections: int = Field(default=8, ge=1, le=128, description="Requests to the store at once.")
+    attempts: int = Field(default=5, ge=1, le=20, description="Attempts of a request or a part.")
+    timeout_seconds: float = Field(
+        default=60.0, gt=0, description="A connection that brings nothing for this long is given up."
+    )
+    upload_backlog_bytes: ByteSize = Field(
+        default=ByteSize(8 << 30),
+        ge=0,
+        description="Finished files that may wait for their upload; with more, who makes them waits.",
+    )
+    cache_bytes: ByteSize = Field(
+        default=ByteSize(16 << 30), ge=0, description="Local cache of samples that training reads."
+    )
+    read_ahead_bytes: ByteSize = Field(
+        default=ByteSize(512 << 20), ge=0, description="Samples fetched before training asks for them."
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -53,6 +54,37 @@ class LocalStore:
         """
         self.read(ref)
         return self.folder(ref)
+
+    @contextlib.contextmanager
+    def shard_file(self, manifest: Manifest, name: str) -> Iterator[Path]:
+        """One whole file of an artifact, for as long as the block lasts; of a remote store a hashed copy.
+
+        Raises:
+            StoreError: the manifest does not name it, or it is missing or damaged.
+        """
+        entry = _entry(manifest, name)
+        path = self.folder(manifest.ref) / entry.path
+        if not path.is_file():
+            raise StoreError(f"{path} is missing", remedy="run the stage that makes it again")
+        yield path
+
+    def read_range(self, ref: ArtifactRef, path: str, start: int, length: int) -> bytes:
+        """Bytes `[start, start + length)` of one file of an artifact, not checked against any hash.
+
+        Raises:
+            StoreError: the file is missing or shorter.
+        """
+        file = self.folder(ref) / path
+        try:
+            with file.open("rb", buffering=0) as handle:
+                found = os.pread(handle.fileno(), length, start)
+        except OSError as error:
+            raise StoreError(
+                f"{file} cannot be read ({error.strerror})", remedy="run the stage that makes it again"
+            ) from error
+        if len(found) != length:
+            raise StoreError(f"{file} ends at byte {start + len(found):,}", expected=f"{start + length:,}")
+        return found
 
     def find(self, ref: ArtifactRef) -> Manifest | None:
         """The manifest, partial or complete, or None.
@@ -182,6 +214,13 @@ class ArtifactWriter:
         )
         write_atomic(self.folder / MANIFEST_NAME, manifest.model_dump_json(indent=1))
         return manifest
+
+
+def _entry(manifest: Manifest, name: str) -> FileEntry:
+    entry = manifest.file(name)
+    if entry is None:
+        raise StoreError(f"{manifest.ref} has no file {name}", remedy="list its manifest's files")
+    return entry
 
 
 def strangers(folder: Path, manifest: Manifest) -> list[Path]:
