@@ -2,9 +2,10 @@
 
 Two processes hold an engine each, with the same target, token budget and number of sequences. One computes
 random prompts of equal length and one new token (`plain`); the other also hashes and stores the states as
-shards (`capture`), through the pipeline's own driver. They take turns with the same prompts after a shorter
-round to warm up, so both see the machine in the same state. A round of capture ends when its last shard is on
-disk: with long rounds and small shards that last write weighs little, as in a real capture.
+shards (`capture`), through the pipeline's own driver. They take turns with the same prompts after a round to
+warm up, which is as long as the others: memory that a virtual machine touches for the first time is slow. A
+round of capture ends when its last shard is on disk: in long rounds that last write weighs little, as in a
+real capture.
 
 `--shape` names random weights of that size, or the folder of a target. `--eager` leaves out compilation and
 CUDA graphs in both engines, which saves a minute of loading. Where other work keeps the cores busy, start it
@@ -42,8 +43,8 @@ from eagle3_core.store.shards import PlannedShard, ShardLayout, plan_shards
 from eagle3_core.target.info import inspect_target
 
 MODES = ("plain", "capture")
-WARM_UP_SHARE = 4
-"""The warm-up round has one prompt for so many of a measured round."""
+SHARD_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}
+"""The default by device: on a GPU that of a profile, on a CPU several shards in a short round."""
 GPU_SHARE = 0.42
 """Of the GPU's memory for each of the two engines."""
 MEMORY_SECONDS = 0.1
@@ -54,7 +55,6 @@ def make_prompts(num_prompts: int, num_tokens: int, vocab_size: int, repeats: in
     """Random prompts for the warm-up round and each measured one; the last half of each carries loss."""
     random = np.random.default_rng(0)
     mask = (np.arange(num_tokens) >= num_tokens // 2).astype(np.uint8)
-    sizes = [max(1, num_prompts // WARM_UP_SHARE)] + repeats * [num_prompts]
     return [
         [
             Sample(
@@ -66,9 +66,9 @@ def make_prompts(num_prompts: int, num_tokens: int, vocab_size: int, repeats: in
                 prompt_length=num_tokens // 2,
                 finish_reason="length",
             )
-            for index in range(size)
+            for index in range(num_prompts)
         ]
-        for number, size in enumerate(sizes)
+        for number in range(1 + repeats)
     ]
 
 
@@ -341,7 +341,7 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=2048)
     parser.add_argument("--num-prompts", type=int, default=8, help="prompts of a round")
     parser.add_argument("--repeats", type=int, default=3, help="measured rounds of each engine")
-    parser.add_argument("--shard-bytes", type=int, default=256 << 20)
+    parser.add_argument("--shard-bytes", type=int, help="256 MiB on the CPU, else 1 GiB")
     parser.add_argument("--batch-tokens", type=int, help="of an engine step; 2,048 on the CPU, else 8,192")
     parser.add_argument("--num-seqs", type=int, default=32, help="sequences at once")
     parser.add_argument("--attention-backend", help="SGLang's, e.g. triton")
@@ -349,6 +349,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="for target, prompts and shards; kept if it is named")
     parser.add_argument("--json", type=Path, help="write everything measured to this file")
     options = parser.parse_args()
+    options.shard_bytes = options.shard_bytes or SHARD_BYTES[options.device]
     folder = Path(options.folder or tempfile.mkdtemp(prefix="eagle3-capture-")).absolute()
     try:
         result = measure(options, find_target(options, folder), folder)

@@ -15,24 +15,25 @@ SAMPLE_BYTES = 2 * 16 * (3 + 1) * 10
 
 def test_prompts_have_the_exact_length_and_no_two_rounds_share_one():
     rounds = make_prompts(num_prompts=8, num_tokens=10, vocab_size=50, repeats=2)
-    assert [len(samples) for samples in rounds] == [2, 8, 8]
+    assert [len(samples) for samples in rounds] == [8, 8, 8]
     samples = [sample for prompts in rounds for sample in prompts]
     assert {len(sample) for sample in samples} == {10}
-    assert len({sample.key for sample in samples}) == 18
-    assert len({sample.input_ids.tobytes() for sample in samples}) == 18
+    assert len({sample.key for sample in samples}) == 24
+    assert len({sample.input_ids.tobytes() for sample in samples}) == 24
 
 
 def test_shards_of_a_round_hold_its_prompts_only():
     rounds = make_prompts(num_prompts=4, num_tokens=10, vocab_size=50, repeats=2)
     shards, ranges = plan_rounds(rounds, LAYOUT, shard_bytes=3 * SAMPLE_BYTES)
     assert [(shard.index, shard.start, shard.end) for shard in shards] == [
-        (0, 0, 1),
-        (1, 1, 4),
-        (2, 4, 5),
-        (3, 5, 8),
-        (4, 8, 9),
+        (0, 0, 3),
+        (1, 3, 4),
+        (2, 4, 7),
+        (3, 7, 8),
+        (4, 8, 11),
+        (5, 11, 12),
     ]
-    assert ranges == [(0, 1), (1, 3), (3, 5)]
+    assert ranges == [(0, 2), (2, 4), (4, 6)]
 
 
 def taken(seconds: float, last_token_seconds: float, stored_bytes: int = 0, most_in_flight: int = 0) -> dict:
