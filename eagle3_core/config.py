@@ -26,6 +26,7 @@ from eagle3_core.sections import (
     ExportConfig,
     LimitsConfig,
     ObjectStoreConfig,
+    RetentionConfig,
     Section,
     TargetConfig,
     TrainConfig,
@@ -68,6 +69,9 @@ class RunConfig(Section):
     )
     object_store: ObjectStoreConfig = Field(
         default=ObjectStoreConfig(), description="A store in `s3://`: server, uploads and cache."
+    )
+    retention: RetentionConfig = Field(
+        default=RetentionConfig(), description="What the stage cleanup moves to the store's trash."
     )
     limit: int | None = Field(
         default=None,

@@ -317,3 +317,42 @@ class ObjectStoreConfig(Section):
     read_ahead_bytes: ByteSize = Field(
         default=ByteSize(512 << 20), ge=0, description="Samples fetched before training asks for them."
     )
+
+
+class RetentionConfig(Section):
+    """What `eagle3 gc` and the stage cleanup move to the trash; the default names nothing.
+
+    A policy names artifacts; what a kept artifact was made from, what a run uses, and a capture that no newer
+    verified one replaces stay all the same.
+    """
+
+    keep_last_captures: int | None = Field(
+        default=None, ge=1, description="Name all captures of a target but its newest complete ones."
+    )
+    older_than_days: float | None = Field(
+        default=None, gt=0, description="Name every artifact that was made longer ago."
+    )
+    max_bytes: ByteSize | None = Field(
+        default=None,
+        ge=0,
+        description="Name the oldest captures until the artifacts of the store take no more than this.",
+    )
+    unreferenced: bool = Field(
+        default=False, description="Name captures and data from which no kept checkpoint was trained."
+    )
+    keep: tuple[str, ...] = Field(
+        default=(),
+        description="Artifacts (`KIND/ID`) that stay whatever a policy says, and what they were made from.",
+    )
+    purge_after_days: float = Field(
+        default=7.0,
+        ge=0,
+        description="With a policy above, the stage cleanup removes for good what lies in the trash longer.",
+    )
+
+    @property
+    def names_something(self) -> bool:
+        """Whether any policy is set."""
+        return self.unreferenced or any(
+            limit is not None for limit in (self.keep_last_captures, self.older_than_days, self.max_bytes)
+        )

@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from eagle3_core.artifacts import (
+    ARTIFACT_KINDS,
     ArtifactPlan,
     ArtifactRef,
     FileEntry,
@@ -137,9 +138,13 @@ class LocalStore:
 
     def list(self) -> list[Manifest]:
         """All manifests below the root, partial ones too."""
-        paths = sorted(self.root.glob(f"*/*/{MANIFEST_NAME}"))
-        refs = (ArtifactRef.parse(f"{path.parent.parent.name}/{path.parent.name}") for path in paths)
-        return [manifest for ref in refs if (manifest := self.find(ref))]
+        return [manifest for ref in self.refs() if (manifest := self.find(ref))]
+
+    def refs(self) -> tuple[ArtifactRef, ...]:
+        """Names of all artifacts that have a manifest, read or not; beside them lie `trash` and `uses`."""
+        paths = (path for kind in ARTIFACT_KINDS for path in self.root.glob(f"{kind}/*/{MANIFEST_NAME}"))
+        names = (f"{path.parent.parent.name}/{path.parent.name}" for path in sorted(paths))
+        return tuple(ArtifactRef.parse(name) for name in names)
 
     @contextlib.contextmanager
     def writer(
