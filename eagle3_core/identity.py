@@ -22,7 +22,7 @@ STEP_VERSION: dict[ArtifactKind, int] = {
     "conversations": 1,
     "dataset": 1,
     "vocabulary": 1,
-    "capture": 1,
+    "capture": 2,
     "verification": 2,
     "checkpoint": 1,
     "export": 1,

@@ -39,7 +39,14 @@ from eagle3_core.step import Progress
 from eagle3_core.store.dataset import Sample, read_dataset
 from eagle3_core.store.files import write_atomic
 from eagle3_core.store.open import open_store
-from eagle3_core.store.shards import CapturedSample, PlannedShard, ShardLayout, ShardReader, plan_shards
+from eagle3_core.store.shards import (
+    TORCH_DTYPES,
+    CapturedSample,
+    PlannedShard,
+    ShardLayout,
+    ShardReader,
+    plan_shards,
+)
 from eagle3_core.target.info import TargetInfo, inspect_target
 from eagle3_core.target.weights import FinalHead
 
@@ -306,13 +313,12 @@ def check_file_names(found: Sequence[str], shards: Sequence[PlannedShard]) -> No
 
 def shard_problem(reader: ShardReader, expected: Sequence[Sample], layout: ShardLayout) -> str | None:
     """How a shard as a whole differs from its plan, or None."""
-    names = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
     found = {
         "auxiliary ids": reader.aux_layer_ids,
         "final id": reader.final_layer_id,
         "final-state policy": reader.final_state,
         "hidden size": reader.hidden_size,
-        "dtype": names.get(reader.dtype, reader.dtype),
+        "dtype": TORCH_DTYPES.get(reader.dtype, reader.dtype),
         "samples": len(reader),
         "keys": reader.keys,
     }

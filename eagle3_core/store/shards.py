@@ -11,6 +11,7 @@ A shard is one safetensors file:
     aux_states      [S, A, H]  states by auxiliary capture id, in the order of the metadata
     final_states    [R, H]     states before the final norm, for the rows that `final_rows` names
     loss_mask       [S]        uint8
+    sample_hashes   [n, 16]    uint8, xxh3_128 of a sample's ids, mask, auxiliary and final states, rows
 
 Keys, capture ids and the final-state policy are in the metadata. Two samples of three and two tokens, final
 states of the rows that a loss reads:
@@ -19,13 +20,14 @@ states of the rows that a loss reads:
     loss_mask         0  0  1  0  1          final_rows      2 1
     final_states           f2    f1          final_offsets   0 1 2
 
-Planning needs no torch; reading and writing does (for bf16).
+Planning needs no torch; reading and writing does (for bf16). `layout` says where the bytes of a sample lie.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -37,16 +39,23 @@ from eagle3_core.artifacts import FileEntry
 from eagle3_core.errors import StoreError
 from eagle3_core.store.dataset import Sample
 from eagle3_core.store.files import HashingWriter, atomic_file
+from eagle3_core.store.layout import (
+    FILE_ORDER,
+    HASH_BYTES,
+    HASH_ORDER,
+    SHARD_METADATA_KEY,
+    Block,
+    ByteRange,
+    ShardIndex,
+    check_sample,
+    sample_hash,
+)
 
 if TYPE_CHECKING:
     import torch
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-SHARD_METADATA_KEY = "eagle3_shard"
-FILE_ORDER = (
-    "sample_offsets", "final_offsets", "final_rows", "input_ids", "aux_states", "final_states", "loss_mask",
-)  # fmt: skip
-"""Order of the tensors in a file: each starts at a multiple of its element size."""
+TORCH_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
 @dataclass(frozen=True)
@@ -158,11 +167,12 @@ class PackedShard:
         )
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All tensors by name, in the order of the file."""
+        """All tensors by name, in the order of the file; the hashes of samples are still zeros."""
         import torch
 
         offsets = {"sample_offsets": self.offsets, "final_offsets": self.final_offsets}
         named = {name: torch.tensor(values, dtype=torch.int64) for name, values in offsets.items()}
+        named["sample_hashes"] = torch.zeros(len(self.keys), HASH_BYTES, dtype=torch.uint8)
         return {name: named[name] if name in named else getattr(self, name) for name in FILE_ORDER}
 
 
@@ -187,8 +197,11 @@ class ShardFile:
             raise
 
     def write_sample(self, index: int) -> None:
-        """Write the auxiliary states of a sample, of which all earlier ones are written."""
-        self._write(self._packed.sample(index).aux_states)
+        """Hash a sample and write its auxiliary states; all earlier ones are written."""
+        sample = self._packed.sample(index)
+        digest = sample_hash(_raw_bytes(getattr(sample, name)) for name in HASH_ORDER)
+        _raw_bytes(self._tensors["sample_hashes"][index])[:] = digest
+        self._write(sample.aux_states)
 
     def finish(self) -> FileEntry:
         """Write the rest, give the file its name and return its manifest entry."""
@@ -254,55 +267,19 @@ def write_shard(path: Path, samples: Sequence[CapturedSample], layout: ShardLayo
 
 
 class ShardReader:
-    """Memory-maps one shard; a sample is read without the rest.
+    """Reads single samples of one shard, each held against its own hash.
 
     Raises:
         StoreError: not a shard, or its parts contradict each other.
     """
 
     def __init__(self, path: Path) -> None:
-        from safetensors import SafetensorError, safe_open
-
-        self.path = path
-        try:
-            self._file = safe_open(str(path), framework="pt")
-            description = json.loads((self._file.metadata() or {})[SHARD_METADATA_KEY])
-            self.keys: list[str] = description["keys"]
-            self.aux_layer_ids = tuple(description["aux_layer_ids"])
-            self.final_layer_id: int = description["final_layer_id"]
-            self.final_state: str = description["final_state"]
-            self._offsets = self._file.get_tensor("sample_offsets").tolist()
-            self._final_offsets = self._file.get_tensor("final_offsets").tolist()
-            shapes = {name: self._file.get_slice(name).get_shape() for name in FILE_ORDER}
-            self.dtype: str = self._file.get_slice("aux_states").get_dtype()
-            contradictions = self._contradictions(shapes)
-        except (OSError, KeyError, IndexError, TypeError, ValueError, SafetensorError) as error:
-            raise StoreError(f"{path} is not a shard of hidden states ({error})") from error
-        if contradictions:
-            raise StoreError(f"{path}: tensors and offsets contradict each other: {contradictions}")
-        self.hidden_size: int = shapes["aux_states"][2]
-
-    def _contradictions(self, shapes: dict[str, list[int]]) -> str:
-        tokens, rows = shapes["input_ids"][0], shapes["final_rows"][0]
-        expected = {
-            "sample_offsets": [len(self.keys) + 1],
-            "final_offsets": [len(self.keys) + 1],
-            "loss_mask": [tokens],
-            "aux_states": [tokens, len(self.aux_layer_ids), *shapes["aux_states"][2:3]],
-            "final_states": [rows, *shapes["aux_states"][2:3]],
-        }
-        found = [
-            f"{name} {shapes[name]} instead of {want}"
-            for name, want in expected.items()
-            if shapes[name] != want
-        ]
-        for name, offsets, end in (
-            ("sample_offsets", self._offsets, tokens),
-            ("final_offsets", self._final_offsets, rows),
-        ):
-            if offsets != sorted(offsets) or offsets[:1] != [0] or offsets[-1:] != [end]:
-                found.append(f"{name} do not run from 0 to {end}")
-        return "; ".join(found)
+        self.path, self.index = path, ShardIndex.of_file(path)
+        self.keys: list[str] = list(self.index.keys)
+        self.aux_layer_ids, self.final_layer_id = self.index.aux_layer_ids, self.index.final_layer_id
+        self.final_state, self.hidden_size = self.index.final_state, self.index.hidden_size
+        self.dtype = self.index.dtype
+        self._file = path.open("rb", buffering=0)
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -313,24 +290,65 @@ class ShardReader:
     @property
     def num_tokens(self) -> int:
         """Tokens of all samples."""
-        return self._offsets[-1]
+        return self.index.num_tokens
 
     def sample_length(self, index: int) -> int:
         """Tokens of one sample."""
-        return self._offsets[index + 1] - self._offsets[index]
+        return self.index.sample_length(index)
 
     def sample(self, index: int) -> CapturedSample:
-        """Read one sample."""
-        rows = slice(self._offsets[index], self._offsets[index + 1])
-        final = slice(self._final_offsets[index], self._final_offsets[index + 1])
-        return CapturedSample(
-            key=self.keys[index],
-            input_ids=self._file.get_slice("input_ids")[rows],
-            loss_mask=self._file.get_slice("loss_mask")[rows],
-            aux_states=self._file.get_slice("aux_states")[rows],
-            final_states=self._file.get_slice("final_states")[final],
-            final_rows=self._file.get_slice("final_rows")[final],
-        )
+        """Read one sample.
+
+        Raises:
+            StoreError: it does not match its hash, or the file has become shorter.
+        """
+        ranges = self.index.ranges(index)
+        return decode_sample(self.index, index, [self._read(each) for each in ranges if each is not None])
+
+    def _read(self, place: ByteRange) -> memoryview:
+        import numpy as np
+
+        block = np.empty(place.length, np.uint8).data
+        done = 0
+        while done < place.length:
+            count = os.preadv(self._file.fileno(), [block[done:]], place.start + done)
+            if not count:
+                raise StoreError(f"{self.path} ends before byte {place.start + place.length:,}")
+            done += count
+        return block
+
+
+def decode_sample(index: ShardIndex, number: int, blocks: Sequence[Block]) -> CapturedSample:
+    """Make a sample of its bytes, wherever they were read.
+
+    Args:
+        index: map of the shard.
+        number: of the sample in the shard.
+        blocks: the bytes of `index.ranges(number)` in their order (a last None apart); writable, and owned by
+            the sample from now on.
+
+    Raises:
+        StoreError: they do not match the sample's hash; names shard and key.
+    """
+    parts = blocks[: len(HASH_ORDER)]
+    check_sample(index, number, parts, blocks[-1] if len(blocks) > len(HASH_ORDER) else None)
+    ids, mask, aux, final, rows = parts
+    shape, dtype = (len(index.aux_layer_ids), index.hidden_size), TORCH_DTYPES[index.dtype]
+    return CapturedSample(
+        key=index.keys[number],
+        input_ids=_tensor(ids, "int32"),
+        loss_mask=_tensor(mask, "uint8"),
+        aux_states=_tensor(aux, dtype).view(-1, *shape),
+        final_states=_tensor(final, dtype).view(-1, index.hidden_size),
+        final_rows=_tensor(rows, "int64"),
+    )
+
+
+def _tensor(block: Block, dtype: str) -> torch.Tensor:
+    import torch
+
+    kind = getattr(torch, dtype)
+    return torch.frombuffer(block, dtype=kind) if memoryview(block).nbytes else torch.empty(0, dtype=kind)
 
 
 def _description(packed: PackedShard) -> dict[str, Any]:

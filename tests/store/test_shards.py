@@ -8,11 +8,14 @@ import random
 import signal
 import struct
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import xxhash
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from eagle3_core.artifacts import ArtifactPlan
@@ -20,13 +23,14 @@ from eagle3_core.errors import StoreError
 from eagle3_core.identity import STEP_VERSION
 from eagle3_core.store.dataset import Sample
 from eagle3_core.store.files import TEMPORARY_PREFIX, file_entry, file_problem
+from eagle3_core.store.layout import SHARD_METADATA_KEY, ShardIndex
 from eagle3_core.store.local import LocalStore
 from eagle3_core.store.shards import (
-    SHARD_METADATA_KEY,
     CapturedSample,
     PackedShard,
     ShardLayout,
     ShardReader,
+    decode_sample,
     plan_shards,
     write_packed_shard,
     write_shard,
@@ -100,7 +104,7 @@ def test_a_shard_of_fixed_states_changes_only_with_its_step_version(tmp_path: Pa
     for states in (packed.aux_states, packed.final_states):
         states.copy_(torch.arange(states.numel()).view(states.shape))
     entry = write_packed_shard(tmp_path / "shard-00000.safetensors", packed)
-    assert (STEP_VERSION["capture"], entry.xxh3_128) == (1, "104b1e5927853f0c9bda0c78c7fbd59f")
+    assert (STEP_VERSION["capture"], entry.xxh3_128) == (2, "62b2513abc842cfe6da8734ca4750dc4")
 
 
 def test_filling_a_packed_shard_sample_by_sample_gives_the_same_bytes(tmp_path: Path) -> None:
@@ -129,14 +133,18 @@ def test_states_of_the_wrong_shape_dtype_or_rows_are_refused_with_the_key(tmp_pa
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ["aux_states", "loss_mask", "final_rows", "input_ids"])
+def metadata_of(path: Path) -> dict[str, str]:
+    with safe_open(str(path), framework="pt") as file:
+        return file.metadata()
+
+
+@pytest.mark.parametrize("name", ["sample_hashes", "aux_states", "loss_mask", "final_rows", "input_ids"])
 def test_a_shard_that_is_whole_but_contradicts_itself_is_refused(tmp_path: Path, name: str) -> None:
     path = tmp_path / "s.safetensors"
     write_shard(path, [captured(s, 0) for s in SAMPLES], LAYOUT)
-    reader, tensors = ShardReader(path), load_file(path)
-    description = reader._file.metadata()
+    tensors = load_file(path)
     tensors[name] = tensors[name][1:].contiguous()
-    save_file(tensors, path, metadata=description)
+    save_file(tensors, path, metadata=metadata_of(path))
     with pytest.raises(StoreError, match="contradict"):
         ShardReader(path)
 
@@ -195,3 +203,75 @@ def check_after_kill(store: LocalStore) -> None:
     for path in folder.glob("*.safetensors"):
         assert not path.name.startswith(TEMPORARY_PREFIX)
         assert len(ShardReader(path)) == len(SAMPLES)
+
+
+def read_by_ranges(path: Path, number: int) -> CapturedSample:
+    """Read one sample as from an object store: a few ranges of bytes, nothing else."""
+    data = path.read_bytes()
+
+    def read(start: int, length: int) -> bytes:
+        return data[start : start + length]
+
+    index = ShardIndex.load(read, "s3://bucket/shard", len(data))
+    return decode_sample(index, number, [bytearray(read(*place)) for place in index.ranges(number) if place])
+
+
+def test_a_sample_is_read_by_ranges_of_bytes_and_trusted_by_its_own_hash(tmp_path: Path) -> None:
+    path = tmp_path / "s.safetensors"
+    parts = [captured(s, seed) for seed, s in enumerate(SAMPLES)]
+    write_shard(path, parts, LAYOUT)
+    for number, part in enumerate(parts):
+        read = read_by_ranges(path, number)
+        assert read.key == part.key
+        for name in ("input_ids", "loss_mask", "aux_states", "final_states", "final_rows"):
+            assert torch.equal(getattr(read, name), getattr(part, name))
+    stored = [xxhash.xxh3_128() for _ in parts]
+    for digest, part in zip(stored, parts, strict=True):
+        for name in ("input_ids", "loss_mask", "aux_states", "final_states", "final_rows"):
+            tensor = getattr(part, name)
+            digest.update(
+                (tensor.view(torch.int16) if tensor.is_floating_point() else tensor).numpy().tobytes()
+            )
+    hashes = load_file(path)["sample_hashes"]
+    assert [bytes(row.tolist()) for row in hashes] == [digest.digest() for digest in stored]
+
+
+@pytest.mark.parametrize("name", ["input_ids", "loss_mask", "aux_states", "final_states", "final_rows"])
+def test_one_flipped_bit_is_found_in_its_sample_alone(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "s.safetensors"
+    write_shard(path, [captured(s, 0) for s in SAMPLES], LAYOUT)
+    place = getattr(ShardIndex.of_file(path).ranges(1), name)
+    data = bytearray(path.read_bytes())
+    data[place.start] ^= 1
+    path.write_bytes(data)
+    reader = ShardReader(path)
+    assert reader.sample(0).key == "a"
+    with pytest.raises(StoreError, match=r"s\.safetensors: the sample b does not match its hash"):
+        reader.sample(1)
+    with pytest.raises(StoreError, match="the sample b does not match"):
+        read_by_ranges(path, 1)
+
+
+def test_a_shard_without_hashes_of_samples_is_still_read(tmp_path: Path) -> None:
+    path = tmp_path / "s.safetensors"
+    write_shard(path, [captured(s, 0) for s in SAMPLES], LAYOUT)
+    tensors, metadata = load_file(path), metadata_of(path)
+    wanted = list(ShardReader(path))
+    del tensors["sample_hashes"]
+    save_file(tensors, path, metadata=metadata)
+    for before, now in zip(wanted, ShardReader(path), strict=True):
+        assert torch.equal(before.aux_states, now.aux_states)
+    assert ShardIndex.of_file(path).ranges(0).sample_hash is None
+
+
+@pytest.mark.parametrize(
+    "change", [lambda d: d[:-1], lambda d: d + b"\0", lambda d: d[:4], lambda d: d[:200]]
+)
+def test_a_shard_that_is_cut_or_too_long_is_refused_when_it_is_opened(
+    tmp_path: Path, change: Callable[[bytes], bytes]
+) -> None:
+    path = tmp_path / "s.safetensors"
+    write_shard(path, [captured(s, 0) for s in SAMPLES], LAYOUT)
+    path.write_bytes(change(path.read_bytes()))
+    with pytest.raises(StoreError, match="not a shard"):
+        ShardReader(path)
