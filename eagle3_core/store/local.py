@@ -29,6 +29,7 @@ from eagle3_core.store.files import (
     remove_temporary_files,
     write_atomic,
 )
+from eagle3_core.store.notes import FolderNotes, Notes
 
 MANIFEST_NAME = "manifest.json"
 HASHING_THREADS = 8
@@ -139,6 +140,10 @@ class LocalStore:
     def list(self) -> list[Manifest]:
         """All manifests below the root, partial ones too."""
         return [manifest for ref in self.refs() if (manifest := self.find(ref))]
+
+    def notes(self, place: str) -> Notes:
+        """Small files beside the artifacts, e.g. who uses what."""
+        return FolderNotes(self.root / place)
 
     def refs(self) -> tuple[ArtifactRef, ...]:
         """Names of all artifacts that have a manifest, read or not; beside them lie `trash` and `uses`."""
