@@ -291,4 +291,5 @@ class ProgressEvent(_Message):
     total: float | None
     unit: str
     message: str = ""
+    is_paused: bool = Field(default=False, description="Work waits for space; `message` says where.")
     metrics: dict[str, float] = {}

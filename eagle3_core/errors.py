@@ -86,6 +86,10 @@ class HostError(Eagle3Error):
     """The host lacks something that the run needs: memory, disk, a free port, an engine environment."""
 
 
+class DiskFullError(HostError):
+    """A file system has no room for what must be written; a run that ends with it can be gone on with."""
+
+
 class StepError(Eagle3Error):
     """A step's process ended badly.
 

@@ -16,7 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from eagle3_core.artifacts import ArtifactKind, ArtifactRef
 from eagle3_core.config import STAGES, RunConfig, Stage
 from eagle3_core.errors import DataError, HostError
-from eagle3_core.host.inspect import free_disk_bytes, inspect_host, same_file_system
+from eagle3_core.host.inspect import free_disk_bytes, inspect_host
+from eagle3_core.host.volume import volume_of
 from eagle3_core.identity import draft_vocab_size, prompt_files, resolve_aux_layer_ids
 from eagle3_core.planning import MAKING_STAGE, RunPlan
 from eagle3_core.store.dataset import Sample, read_dataset
@@ -120,7 +121,7 @@ def check_space(estimate: RunEstimate, config: RunConfig) -> None:
             f"{estimate.reserve_bytes:,} must stay free, but {estimate.free_bytes:,} are free",
             remedy="free some space, set `store` to a larger disk, or use fewer prompts (`--limit`)",
         )
-    if not same_file_system(config.store_path, config.workspace_path):
+    if volume_of(config.store_path) != volume_of(config.workspace_path):
         free = free_disk_bytes(config.workspace_path)
         if free < SMALL_FILE_BYTES * 64:
             raise HostError(

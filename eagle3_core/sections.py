@@ -274,6 +274,29 @@ class LimitsConfig(Section):
     min_free_disk_gib: float = Field(
         default=2.0, ge=0, description="Free space that must remain after the run's own needs, GiB."
     )
+    check_disk: bool = Field(
+        default=True,
+        description="Refuse a run that does not fit on its disks. False lets it begin all the same: it then "
+        "pauses or fails at the reserve.",
+    )
+    on_full_disk: Literal["pause", "fail"] = Field(
+        default="pause",
+        description="When the next shard, checkpoint or download would not fit above `min_free_disk_gib`, or "
+        "a write finds the disk full: wait for space with engines loaded, or end the run; either way it can "
+        "be gone on with.",
+    )
+    pause_timeout_minutes: float = Field(
+        default=240.0,
+        gt=0,
+        description="A run that has waited for space so long fails; a step's own time-out goes on meanwhile.",
+    )
+    reservations: str | None = Field(
+        default=None,
+        description="Folder in which the runs of this host tell each other what they have yet to write; None "
+        "is `eagle3/reservations` in XDG_STATE_HOME (`~/.local/state`). Runs of several users or containers "
+        "see each other where all name one folder that all can write, e.g. `/var/lib/eagle3` of mode 1777, "
+        "mounted into each container.",
+    )
     step_retries: int = Field(default=1, ge=0, le=10, description="Retries of a failed step.")
     step_timeout_minutes: float = Field(default=720.0, gt=0, description="A step that runs longer is ended.")
 

@@ -8,6 +8,7 @@ descendants, so nothing is left that holds a GPU or a folder.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import os
@@ -27,8 +28,10 @@ from eagle3_core.contracts import (
     ProgressEvent,
     StepFailure,
     StepOutcome,
+    StepSpec,
 )
 from eagle3_core.errors import EXIT_BUG, EXIT_OK, EXIT_PARENT_GONE, Eagle3Error
+from eagle3_core.store.disk import DiskGuard, as_host_error, guarding
 from eagle3_core.store.files import write_atomic
 
 STEPS = {
@@ -55,6 +58,8 @@ class Progress:
     def __init__(self, step: str) -> None:
         self._step = step
         self._last = 0.0
+        self._paused = ""
+        self._event = ProgressEvent(step=step, done=0, total=None, unit="")
 
     def __call__(
         self,
@@ -71,9 +76,20 @@ class Progress:
         if not force and done != total and now - self._last < MIN_PROGRESS_INTERVAL_SECONDS:
             return
         self._last = now
-        event = ProgressEvent(
+        self._event = ProgressEvent(
             step=self._step, done=done, total=total, unit=unit, message=message, metrics=metrics
         )
+        self._tell()
+
+    def pause(self, reason: str | None) -> None:
+        """Say that work waits, and why; with None that it goes on."""
+        changed, self._paused = (reason or "") != self._paused, reason or ""
+        if changed:
+            self._tell()
+
+    def _tell(self) -> None:
+        pause = {"is_paused": True, "message": self._paused} if self._paused else {}
+        event = self._event.model_copy(update=pause)
         os.write(1, f"{PROGRESS_PREFIX}{event.model_dump_json()}\n".encode())
 
 
@@ -101,12 +117,17 @@ def main(arguments: list[str] | None = None) -> int:
 
 def run_step(name: str, spec_json: str) -> dict[str, Any]:
     """Run a step in this process and return its result as JSON-able values."""
-    spec = SPEC_TYPES[name].model_validate_json(spec_json)
-    result = importlib.import_module(STEPS[name]).run(spec, Progress(name))
+    spec, progress = SPEC_TYPES[name].model_validate_json(spec_json), Progress(name)
+    with contextlib.ExitStack() as stack:
+        if isinstance(spec, StepSpec):
+            stack.enter_context(guarding(DiskGuard(spec.config.limits, spec.run_id, progress.pause)))
+        result = importlib.import_module(STEPS[name]).run(spec, progress)
     return RESULT_TYPES[name].model_validate(result).model_dump(mode="json")
 
 
 def _failure(error: Exception) -> StepFailure:
+    if isinstance(error, OSError):
+        error = as_host_error(error) or error
     known = isinstance(error, Eagle3Error)
     message = str(error) if known else f"{type(error).__name__}: {error}"
     return StepFailure(

@@ -46,11 +46,6 @@ def free_disk_bytes(path: Path) -> int:
     return psutil.disk_usage(str(existing_parent(path))).free
 
 
-def same_file_system(first: Path, second: Path) -> bool:
-    """Whether two paths, which need not exist yet, share their free space."""
-    return existing_parent(first).stat().st_dev == existing_parent(second).stat().st_dev
-
-
 def existing_parent(path: Path) -> Path:
     """`path`, or the nearest folder above it that exists."""
     return next(folder for folder in (path, *path.parents) if folder.exists())

@@ -20,6 +20,7 @@ import xxhash
 
 from eagle3_core.artifacts import FileEntry
 from eagle3_core.errors import FolderInUseError
+from eagle3_core.store.disk import patiently
 
 READ_BYTES = 1 << 22
 TEMPORARY_PREFIX = ".tmp-"
@@ -63,9 +64,14 @@ class HashingWriter:
 
 
 def write_atomic(path: Path, content: bytes | str) -> None:
-    """Replace `path` by `content` in one step that survives a crash."""
-    with atomic_file(path) as handle:
-        handle.write(content.encode() if isinstance(content, str) else content)
+    """Replace `path` by `content` in one step that survives a crash, and waits where the disk is full."""
+    whole = content.encode() if isinstance(content, str) else content
+
+    def write() -> None:
+        with atomic_file(path) as handle:
+            handle.write(whole)
+
+    patiently(write, path.parent, len(whole), path.name)
 
 
 def sync_folder(folder: Path) -> None:
