@@ -32,6 +32,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -40,9 +41,11 @@ from eagle3_core.errors import StoreError
 from eagle3_core.store.dataset import Sample
 from eagle3_core.store.files import HashingWriter, atomic_file
 from eagle3_core.store.layout import (
+    ELEMENT_BYTES,
     FILE_ORDER,
     HASH_BYTES,
     HASH_ORDER,
+    INTEGER_DTYPES,
     SHARD_METADATA_KEY,
     Block,
     ByteRange,
@@ -189,7 +192,10 @@ class ShardFile:
         self._exit = contextlib.ExitStack()
         self._writer = HashingWriter(self._exit.enter_context(atomic_file(path)))
         try:
-            self._writer.write(_header(self._tensors, _description(packed)))
+            shapes = shard_shapes(
+                len(packed.keys), packed.offsets[-1], packed.final_offsets[-1], packed.layout
+            )
+            self._writer.write(_header(shapes, _description(packed.keys, packed.layout)))
             for name in FILE_ORDER[: FILE_ORDER.index("aux_states")]:
                 self._write(self._tensors[name])
         except BaseException as error:
@@ -351,26 +357,53 @@ def _tensor(block: Block, dtype: str) -> torch.Tensor:
     return torch.frombuffer(block, dtype=kind) if memoryview(block).nbytes else torch.empty(0, dtype=kind)
 
 
-def _description(packed: PackedShard) -> dict[str, Any]:
+def shard_file_bytes(samples: Sequence[Sample], layout: ShardLayout) -> int:
+    """Size of the file that will hold these samples, to the byte."""
+    shapes = shard_shapes(
+        len(samples),
+        sum(map(len, samples)),
+        sum(len(sample.final_rows(layout.final_state)) for sample in samples),
+        layout,
+    )
+    header = _header(shapes, _description([sample.key for sample in samples], layout))
+    return len(header) + sum(ELEMENT_BYTES[dtype] * prod(shape) for dtype, shape in shapes.values())
+
+
+def shard_shapes(
+    num_samples: int, num_tokens: int, num_rows: int, layout: ShardLayout
+) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Dtype, as safetensors names it, and shape of every tensor of a shard, in the order of the file."""
+    states = next(name for name, dtype in TORCH_DTYPES.items() if dtype == layout.dtype)
+    shapes: dict[str, tuple[int, ...]] = {
+        "sample_offsets": (num_samples + 1,),
+        "final_offsets": (num_samples + 1,),
+        "final_rows": (num_rows,),
+        "input_ids": (num_tokens,),
+        "aux_states": (num_tokens, len(layout.aux_layer_ids), layout.hidden_size),
+        "final_states": (num_rows, layout.hidden_size),
+        "loss_mask": (num_tokens,),
+        "sample_hashes": (num_samples, HASH_BYTES),
+    }
+    return {name: (INTEGER_DTYPES.get(name, states), shapes[name]) for name in FILE_ORDER}
+
+
+def _description(keys: Sequence[str], layout: ShardLayout) -> dict[str, Any]:
     return {
-        "keys": packed.keys,
-        "aux_layer_ids": list(packed.layout.aux_layer_ids),
-        "final_layer_id": packed.layout.final_layer_id,
-        "final_state": packed.layout.final_state,
+        "keys": list(keys),
+        "aux_layer_ids": list(layout.aux_layer_ids),
+        "final_layer_id": layout.final_layer_id,
+        "final_state": layout.final_state,
         "final_state_norm": "before the final norm",
     }
 
 
-def _header(tensors: dict[str, torch.Tensor], description: dict[str, Any]) -> bytes:
+def _header(shapes: dict[str, tuple[str, tuple[int, ...]]], description: dict[str, Any]) -> bytes:
     """The length-prefixed JSON header of a safetensors file, padded so that the tensors start aligned."""
-    names = {"torch.bfloat16": "BF16", "torch.float16": "F16", "torch.float32": "F32", "torch.int64": "I64",
-             "torch.int32": "I32", "torch.uint8": "U8"}  # fmt: skip
     header: dict[str, Any] = {"__metadata__": {SHARD_METADATA_KEY: json.dumps(description)}}
     start = 0
-    for name, tensor in tensors.items():
-        end = start + tensor.nbytes
-        shape, dtype = list(tensor.shape), names[str(tensor.dtype)]
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+    for name, (dtype, shape) in shapes.items():
+        end = start + ELEMENT_BYTES[dtype] * prod(shape)
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
         start = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

@@ -32,6 +32,7 @@ from eagle3_core.store.shards import (
     ShardReader,
     decode_sample,
     plan_shards,
+    shard_file_bytes,
     write_packed_shard,
     write_shard,
 )
@@ -82,7 +83,7 @@ def test_what_is_written_is_read_back_and_is_a_plain_safetensors_file(tmp_path: 
     path = tmp_path / "shard-00000.safetensors"
     entry = write_shard(path, parts, LAYOUT)
     assert entry.xxh3_128 == file_entry(tmp_path, path).xxh3_128
-    assert entry.bytes == path.stat().st_size
+    assert entry.bytes == path.stat().st_size == shard_file_bytes(SAMPLES, LAYOUT)
     assert entry.facts == {"num_samples": 3, "num_tokens": 7, "num_final_rows": 2, "state_bytes": 184}
     reader = ShardReader(path)
     assert (reader.keys, reader.aux_layer_ids, reader.final_layer_id) == (["a", "b", "c"], (2, 4, 5), 8)
