@@ -126,6 +126,11 @@ class CaptureConfig(Section):
         default="loss_rows",
         description="Store the last layer's state only for rows that a loss term reads, or for all.",
     )
+    sha256: bool = Field(
+        default=False,
+        description="Record a SHA-256 of each shard too, for whoever compares files with other tools; made "
+        "while the shard is written. The fast hash (xxh3_128) is always there.",
+    )
     max_batched_tokens: int = Field(default=2048, ge=64, description="Prefill tokens of one engine step.")
     reference_batching: Literal["single", "padded", "packed"] = Field(
         default="single",

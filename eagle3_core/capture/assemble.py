@@ -34,10 +34,11 @@ class _OpenShard:
         planned: which shard.
         packed: its memory.
         path: of the file.
+        with_sha256: record a SHA-256 too.
     """
 
-    def __init__(self, planned: PlannedShard, packed: PackedShard, path: Path) -> None:
-        self.planned, self.packed, self._path = planned, packed, path
+    def __init__(self, planned: PlannedShard, packed: PackedShard, path: Path, with_sha256: bool) -> None:
+        self.planned, self.packed, self._path, self._with_sha256 = planned, packed, path, with_sha256
         self.missing = set(packed.keys)
         self._here: dict[int, torch.cuda.Event | None] = {}
         self._num_written = 0
@@ -60,7 +61,7 @@ class _OpenShard:
                 raise self._error
             try:
                 if self._file is None:
-                    self._file = ShardFile(self._path, self.packed)
+                    self._file = ShardFile(self._path, self.packed, self._with_sha256)
                 self._write_next(self._file)
                 if self._num_written == len(self.packed.keys):
                     write_atomic(entry_path, self._file.finish().model_dump_json())
@@ -188,7 +189,8 @@ class ShardAssembler:
         self._wait(len(self._open) + len(self._writing) + 1 - MAX_SHARDS_IN_FLIGHT)
         samples = self._job.samples_of(shard, self._samples)
         packed = PackedShard(samples, self._job.layout, pin_memory=self._pin)
-        return _OpenShard(shard, packed, Path(self._job.folder) / shard.file_name)
+        path = Path(self._job.folder) / shard.file_name
+        return _OpenShard(shard, packed, path, self._job.with_sha256)
 
     def _wait(self, count: int) -> None:
         """Wait for the oldest `count` shards being written, and pass on an error of any that is done."""

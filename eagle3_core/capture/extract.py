@@ -70,6 +70,7 @@ def run(spec: StepSpec, progress: Progress) -> ExtractResult:
             folder=str(staging.path),
             layout=layout,
             shards=tuple(shards),
+            with_sha256=config.capture.sha256,
         )
         work = _Work(spec, store, samples, job, staging, claims, progress)
         stack.callback(work.stop)

@@ -43,6 +43,7 @@ class CaptureJob(BaseModel):
     folder: str = Field(description="Folder of the session: finished shards, their entries, its journal.")
     layout: ShardLayout
     shards: tuple[PlannedShard, ...] = Field(description="In the order of the dataset.")
+    with_sha256: bool = Field(default=False, description="Record a SHA-256 of each shard too.")
     left_out: tuple[str, ...] = Field(default=(), description="Keys of quarantined samples.")
     alone: tuple[str, ...] = Field(
         default=(), description="Keys that are sent first, one at a time with nothing else in flight."

@@ -93,7 +93,9 @@ class _Line:
             if self._job.samples_of(shard, self._samples):
                 return shard
             entry = write_packed_shard(
-                Path(self._job.folder) / shard.file_name, PackedShard([], self._job.layout)
+                Path(self._job.folder) / shard.file_name,
+                PackedShard([], self._job.layout),
+                self._job.with_sha256,
             )
             write_atomic(self._job.entry_path(shard), entry.model_dump_json())
             self.say("written", shard=shard.index)

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import os
 import socket
-import threading
 import time
-from collections.abc import Iterator
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import IO
 
@@ -31,7 +33,7 @@ LOCK_NAME = ".lock"
 def atomic_file(path: Path) -> Iterator[IO[bytes]]:
     """Open a temporary file that becomes `path` when the block ends without an error."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{TEMPORARY_PREFIX}{path.name}.{os.getpid()}.{threading.get_ident()}")
+    temporary = path.with_name(f"{TEMPORARY_PREFIX}{path.name}.{uuid.uuid4().hex}")
     try:
         with temporary.open("wb") as handle:
             yield handle
@@ -45,22 +47,56 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
 
 
 class HashingWriter:
-    """Hashes what passes through it, so that a large file is not read again for its manifest entry."""
+    """Hashes what passes through it, so that a large file is not read again for its manifest entry.
 
-    def __init__(self, handle: IO[bytes]) -> None:
+    Each hash has a thread of its own beside the one that writes, and nothing is copied: memory that was
+    handed to `write` must stay as it is until `wait` has returned.
+
+    Args:
+        handle: the file.
+        with_sha256: make a SHA-256 too.
+    """
+
+    def __init__(self, handle: IO[bytes], with_sha256: bool = False) -> None:
         self._handle = handle
         self._digest = xxhash.xxh3_128()
+        self._sha256 = hashlib.sha256() if with_sha256 else None
+        self._threads = [ThreadPoolExecutor(1, "hash") for _ in range(2 if with_sha256 else 1)]
+        self._begun: list[Future[object]] = []
         self.bytes = 0
 
     def write(self, block: bytes | memoryview) -> None:
-        """Write and hash one block of bytes."""
+        """Write one block of bytes while it is hashed."""
+        self.beside(self._digest.update, block)
+        if self._sha256 is not None:
+            self._begun.append(self._threads[1].submit(self._sha256.update, block))
         self._handle.write(block)
-        self._digest.update(block)
         self.bytes += len(block)
+
+    def beside(self, work: Callable[..., object], *arguments: object) -> None:
+        """Let the first hashing thread do this after what it has to do."""
+        self._begun.append(self._threads[0].submit(work, *arguments))
+
+    def wait(self) -> None:
+        """Wait until all that was handed over so far is hashed."""
+        for future in self._begun:
+            future.result()
+        self._begun.clear()
 
     def hexdigest(self) -> str:
         """xxh3_128 of all that was written, as hex."""
+        self.wait()
         return self._digest.hexdigest()
+
+    def sha256(self) -> str | None:
+        """SHA-256 of all that was written, as hex; None if it was not asked for."""
+        self.wait()
+        return self._sha256.hexdigest() if self._sha256 is not None else None
+
+    def close(self) -> None:
+        """End the threads."""
+        for thread in self._threads:
+            thread.shutdown(wait=True, cancel_futures=True)
 
 
 def write_atomic(path: Path, content: bytes | str) -> None:

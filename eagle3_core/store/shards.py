@@ -183,14 +183,15 @@ class ShardFile:
     """Writes and hashes a packed shard while its samples arrive; the bytes are touched once.
 
     The file appears under its final name when `finish` returns. The parts are written in the order of the
-    file, so a caller hands over samples in order; one thread at a time.
+    file, so a caller hands over samples in order, one thread at a time, and leaves them as they are.
     """
 
-    def __init__(self, path: Path, packed: PackedShard) -> None:
+    def __init__(self, path: Path, packed: PackedShard, with_sha256: bool = False) -> None:
         self.path, self._packed = path, packed
         self._tensors = packed.tensors()
         self._exit = contextlib.ExitStack()
-        self._writer = HashingWriter(self._exit.enter_context(atomic_file(path)))
+        self._writer = HashingWriter(self._exit.enter_context(atomic_file(path)), with_sha256)
+        self._exit.callback(self._writer.close)
         try:
             shapes = shard_shapes(
                 len(packed.keys), packed.offsets[-1], packed.final_offsets[-1], packed.layout
@@ -203,22 +204,24 @@ class ShardFile:
             raise
 
     def write_sample(self, index: int) -> None:
-        """Hash a sample and write its auxiliary states; all earlier ones are written."""
-        sample = self._packed.sample(index)
-        digest = sample_hash(_raw_bytes(getattr(sample, name)) for name in HASH_ORDER)
-        _raw_bytes(self._tensors["sample_hashes"][index])[:] = digest
-        self._write(sample.aux_states)
+        """Write the auxiliary states of a sample, of which all earlier ones are written."""
+        self._writer.beside(self._hash_sample, index)
+        self._write(self._packed.sample(index).aux_states)
 
     def finish(self) -> FileEntry:
         """Write the rest, give the file its name and return its manifest entry."""
-        for name in FILE_ORDER[FILE_ORDER.index("aux_states") + 1 :]:
+        for name in FILE_ORDER[FILE_ORDER.index("aux_states") + 1 : -1]:
             self._write(self._tensors[name])
+        self._writer.wait()
+        self._write(self._tensors["sample_hashes"])
+        digest, sha256 = self._writer.hexdigest(), self._writer.sha256()
         self._exit.close()
         packed = self._packed
         return FileEntry(
             path=self.path.name,
             bytes=self._writer.bytes,
-            xxh3_128=self._writer.hexdigest(),
+            xxh3_128=digest,
+            sha256=sha256,
             facts={
                 "num_samples": len(packed.keys),
                 "num_tokens": packed.offsets[-1],
@@ -232,14 +235,19 @@ class ShardFile:
         with contextlib.suppress(BaseException):
             self._exit.__exit__(type(error), error, error.__traceback__)
 
+    def _hash_sample(self, index: int) -> None:
+        sample = self._packed.sample(index)
+        digest = sample_hash(_raw_bytes(getattr(sample, name)) for name in HASH_ORDER)
+        _raw_bytes(self._tensors["sample_hashes"][index])[:] = digest
+
     def _write(self, tensor: torch.Tensor) -> None:
         if tensor.numel():
             self._writer.write(_raw_bytes(tensor))
 
 
-def write_packed_shard(path: Path, packed: PackedShard) -> FileEntry:
+def write_packed_shard(path: Path, packed: PackedShard, with_sha256: bool = False) -> FileEntry:
     """Write a filled shard under its final name and return its manifest entry."""
-    file = ShardFile(path, packed)
+    file = ShardFile(path, packed, with_sha256)
     try:
         for index in range(len(packed.keys)):
             file.write_sample(index)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import subprocess
 import sys
 from pathlib import Path
@@ -48,10 +49,13 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> 
 
 def test_hash_while_writing_equals_the_hash_of_the_file(tmp_path: Path) -> None:
     with atomic_file(tmp_path / "a.bin") as handle:
-        writer = HashingWriter(handle)
+        writer = HashingWriter(handle, with_sha256=True)
         writer.write(b"abc")
         writer.write(memoryview(bytes(10_000)))
+        writer.wait()
+        writer.close()
     assert writer.hexdigest() == hash_file(tmp_path / "a.bin")
+    assert writer.sha256() == hashlib.sha256((tmp_path / "a.bin").read_bytes()).hexdigest()
     assert writer.bytes == (tmp_path / "a.bin").stat().st_size == 10_003
 
 

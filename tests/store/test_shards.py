@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
@@ -276,3 +277,12 @@ def test_a_shard_that_is_cut_or_too_long_is_refused_when_it_is_opened(
     path.write_bytes(change(path.read_bytes()))
     with pytest.raises(StoreError, match="not a shard"):
         ShardReader(path)
+
+
+def test_a_sha256_is_recorded_beside_the_fast_hash_when_it_is_asked_for(tmp_path: Path) -> None:
+    packed = PackedShard(SAMPLES, LAYOUT)
+    plain = write_packed_shard(tmp_path / "a.safetensors", packed)
+    both = write_packed_shard(tmp_path / "b.safetensors", packed, with_sha256=True)
+    assert plain.sha256 is None
+    assert both.sha256 == hashlib.sha256((tmp_path / "b.safetensors").read_bytes()).hexdigest()
+    assert plain.xxh3_128 == both.xxh3_128
