@@ -33,7 +33,7 @@ def blocks(name: str) -> dict[str, list[str]]:
 def wanted(name: str) -> set[str]:
     """Packages that an input file asks for."""
     lines = [line for line in (LOCKS / name).read_text().splitlines() if line and not line.startswith("#")]
-    return {re.split(r"[<>=!~; ]", line)[0].lower() for line in lines}
+    return {re.split(r"[\[<>=!~; ]", line)[0].lower() for line in lines}
 
 
 @pytest.mark.parametrize(
