@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
@@ -30,6 +30,9 @@ from eagle3_core.store.files import (
     write_atomic,
 )
 from eagle3_core.store.notes import FolderNotes, Notes
+
+if TYPE_CHECKING:
+    from eagle3_core.store.trash import Trash
 
 MANIFEST_NAME = "manifest.json"
 HASHING_THREADS = 8
@@ -140,6 +143,12 @@ class LocalStore:
     def list(self) -> list[Manifest]:
         """All manifests below the root, partial ones too."""
         return [manifest for ref in self.refs() if (manifest := self.find(ref))]
+
+    def trash(self) -> Trash:
+        """Where artifacts go before they are removed for good."""
+        from eagle3_core.store.trash import FolderTrash
+
+        return FolderTrash(self)
 
     def notes(self, place: str) -> Notes:
         """Small files beside the artifacts, e.g. who uses what."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 import uuid
 from pathlib import Path
 from typing import Protocol
@@ -77,5 +78,8 @@ class FolderNotes:
         try:
             clock.touch()
             return clock.stat().st_mtime
+        except OSError:  # a folder that can only be read: this host's clock must do
+            return time.time()
         finally:
-            clock.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                clock.unlink(missing_ok=True)

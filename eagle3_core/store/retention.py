@@ -230,7 +230,7 @@ class _Choice:
                 bytes=one.bytes,
                 created_at=one.provenance.created_at,
                 goes=one.ref in goes,
-                named_by=tuple(self._named.get(one.ref, self._followed(one, goes))),
+                named_by=tuple(self._names(one, goes)),
                 kept_because=() if one.ref in goes else tuple(self._reasons(one.ref, needed)),
             )
             for one in self._shelf.manifests
@@ -243,8 +243,9 @@ class _Choice:
         ]
         return self._shelf.ancestors(stays)
 
-    def _followed(self, one: Manifest, goes: Collection[ArtifactRef]) -> list[str]:
-        return [f"it verifies {one.parents['capture']}"] if one.ref in goes else []
+    def _names(self, one: Manifest, goes: Collection[ArtifactRef]) -> list[str]:
+        follows = one.ref in goes and one.ref not in self._named
+        return [f"it verifies {one.parents['capture']}"] if follows else self._named.get(one.ref, [])
 
     def _reasons(self, ref: ArtifactRef, needed: Mapping[ArtifactRef, ArtifactRef]) -> list[str]:
         if ref not in self._named:

@@ -9,6 +9,7 @@ hour where that cannot be known (another host). Stores without such notes are st
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import threading
@@ -125,7 +126,8 @@ def current_uses(store: LocalStore) -> list[Use]:
                 remedy="remove it if no run of that name is in progress",
             ) from error
         if use.is_over(age):
-            notes.remove(name)
+            with contextlib.suppress(OSError):
+                notes.remove(name)
         else:
             uses.append(use)
     return uses
