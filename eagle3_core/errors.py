@@ -54,6 +54,18 @@ class StoreError(Eagle3Error):
     """An artifact is missing, damaged, locked or of another identity."""
 
 
+class ObjectStoreError(StoreError):
+    """The object store did not do what it was asked, also not when it was asked again."""
+
+
+class ObjectAccessError(ObjectStoreError):
+    """Credentials, bucket, permission or region are wrong: asking again does not help."""
+
+
+class LostObjectError(ObjectStoreError):
+    """An object is not in the bucket, or is another one than was put there."""
+
+
 class FolderInUseError(StoreError):
     """Another process holds an artifact's folder."""
 

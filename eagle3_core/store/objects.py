@@ -1,0 +1,407 @@
+"""A client of one bucket: requests with retries, whole files and byte ranges, listing and deleting.
+
+s3fs gives the connection pool, the chain of credentials and the event loop, which runs in a thread of its
+own; each call here blocks its thread. Retries are made here and nowhere below: a part that failed is sent
+again, never the file around it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import os
+import random
+import threading
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from eagle3_core.config import ObjectRoot
+from eagle3_core.errors import LostObjectError, ObjectStoreError
+from eagle3_core.sections import ObjectStoreConfig
+from eagle3_core.store.calls import Call
+from eagle3_core.store.files import HashingWriter, atomic_file
+from eagle3_core.store.object_errors import (
+    CONDITION_FAILED,
+    MISSING_OBJECT,
+    NOT_SUPPORTED,
+    error_code,
+    explain,
+    is_transient,
+)
+
+T = TypeVar("T")
+READ_BLOCK_BYTES = 16 << 20
+"""A file is fetched in ranges of this size, several at once."""
+CONNECT_SECONDS = 10.0
+HASH_METADATA = "xxh3-128"
+
+
+@dataclass(frozen=True)
+class ObjectFacts:
+    """What the server says of an object.
+
+    Attributes:
+        size: bytes.
+        etag: without quotes.
+        sha256: the additional checksum, of the parts' checksums where there were parts; None without one.
+        xxh3_128: the hash of the content that the uploader stated.
+        age_seconds: since the object was put, by the server's clock.
+    """
+
+    size: int
+    etag: str
+    sha256: str | None
+    xxh3_128: str | None
+    age_seconds: float
+
+
+class ObjectClient:
+    """Requests to one bucket below one prefix.
+
+    Keys are paths below the prefix. All methods raise an `ObjectStoreError` in one clear line:
+    `ObjectAccessError` where trying again cannot help, `LostObjectError` for an object that is not there.
+    """
+
+    def __init__(self, root: ObjectRoot, settings: ObjectStoreConfig) -> None:
+        self.root, self.settings = root, settings
+        self._fs: Any = None
+        self._process = 0
+        self._slots: asyncio.Semaphore | None = None
+        self._connecting = threading.Lock()
+
+    def url(self, key: str) -> str:
+        """The object's URL."""
+        return f"{self.root}/{key}"
+
+    def start(self, coroutine: Coroutine[Any, Any, T]) -> Call[T]:
+        """Begin a coroutine of this client in the loop's thread."""
+        try:
+            return Call(self.fs.loop, coroutine)
+        except BaseException:
+            coroutine.close()
+            raise
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine of this client to its end."""
+        return self.start(coroutine).result()
+
+    @property
+    def fs(self) -> Any:
+        """The s3fs file system of this process; a forked child gets its own."""
+        with self._connecting:
+            if self._fs is None or self._process != os.getpid():
+                self._fs, self._process = self._connect(), os.getpid()
+                self._slots = asyncio.Semaphore(self.settings.max_connections)
+            return self._fs
+
+    @property
+    def slots(self) -> asyncio.Semaphore:
+        """As many blocks of a file as may be in memory and on their way at once."""
+        assert self._slots is not None
+        return self._slots
+
+    def _connect(self) -> Any:
+        settings = self.settings
+        try:
+            from s3fs import S3FileSystem
+
+            fs = S3FileSystem(
+                endpoint_url=settings.endpoint_url,
+                client_kwargs={"region_name": settings.region} if settings.region else {},
+                config_kwargs=_botocore_config(settings),
+                skip_instance_cache=True,
+                use_listings_cache=False,
+            )
+        except Exception as error:
+            raise explain(error, "connect", str(self.root), settings) from error
+        fs.retries = 1
+        return fs
+
+    async def attempt(
+        self, action: str, key: str, operation: Callable[[], Awaitable[T]], expected: Iterable[str] = ()
+    ) -> T:
+        """Do something as often as the settings allow.
+
+        Args:
+            action: its name in errors.
+            key: the object, or a prefix.
+            operation: makes one attempt.
+            expected: codes that the caller handles; such an error is raised as it came.
+        """
+        for number in range(1, self.settings.attempts + 1):
+            try:
+                return await operation()
+            except ObjectStoreError:
+                raise
+            except Exception as error:
+                if error_code(error) in expected:
+                    raise
+                if number == self.settings.attempts or not is_transient(error):
+                    raise explain(error, action, self.url(key), self.settings) from error
+            await asyncio.sleep(backoff_seconds(number))
+        raise AssertionError("unreachable")
+
+    async def request(
+        self, method: str, key: str, expected: Iterable[str] = (), **arguments: Any
+    ) -> dict[str, Any]:
+        """One request about one object, tried again where that may help."""
+        return await self.attempt(
+            method,
+            key,
+            lambda: self.fs._call_s3(method, Bucket=self.root.bucket, Key=self.root.key(key), **arguments),
+            expected,
+        )
+
+    async def head_async(self, key: str) -> ObjectFacts | None:
+        """As `head`."""
+        mode = {"ChecksumMode": "ENABLED"} if self.settings.checksum == "sha256" else {}
+        try:
+            answer = await self.request("head_object", key, MISSING_OBJECT, **mode)
+        except OSError as error:
+            if error_code(error) in MISSING_OBJECT:
+                return None
+            raise
+        return _facts(answer)
+
+    def head(self, key: str) -> ObjectFacts | None:
+        """What the server says of an object; None where there is none."""
+        return self.run(self.head_async(key))
+
+    def heads(self, keys: Sequence[str]) -> list[ObjectFacts | ObjectStoreError | None]:
+        """`head` of many objects side by side; an error stands in its object's place."""
+        return self.run(self._each(keys, self.head_async))
+
+    async def _each(
+        self, keys: Sequence[str], operation: Callable[[str], Awaitable[T]]
+    ) -> list[T | ObjectStoreError]:
+        """The same for many objects, as many at once as there are connections."""
+
+        async def one(key: str) -> T | ObjectStoreError:
+            async with self.slots:
+                try:
+                    return await operation(key)
+                except ObjectStoreError as error:
+                    return error
+
+        return list(await asyncio.gather(*map(one, keys)))
+
+    async def range_async(self, key: str, start: int, length: int) -> bytes:
+        """As `read_range`."""
+
+        async def once() -> bytes:
+            answer = await self.fs._call_s3(
+                "get_object",
+                Bucket=self.root.bucket,
+                Key=self.root.key(key),
+                Range=f"bytes={start}-{start + length - 1}",
+            )
+            async with answer["Body"] as body:
+                return await body.read()
+
+        if not length:
+            return b""
+        found = await self.attempt("get_object", key, once)
+        if len(found) != length:
+            raise LostObjectError(
+                f"{self.url(key)} gave {len(found):,} bytes from byte {start:,} on", expected=f"{length:,}"
+            )
+        return found
+
+    def read_range(self, key: str, start: int, length: int) -> bytes:
+        """Bytes `[start, start + length)` of an object, not checked against any hash."""
+        return self.run(self.range_async(key, start, length))
+
+    async def bytes_async(self, key: str) -> tuple[bytes, ObjectFacts]:
+        """A small object and its facts."""
+
+        async def once() -> tuple[bytes, ObjectFacts]:
+            answer = await self.fs._call_s3("get_object", Bucket=self.root.bucket, Key=self.root.key(key))
+            async with answer["Body"] as body:
+                return await body.read(), _facts(answer)
+
+        return await self.attempt("get_object", key, once)
+
+    def get_bytes(self, key: str) -> tuple[bytes, ObjectFacts] | None:
+        """A small object and its facts; None where there is none."""
+        try:
+            return self.run(self.bytes_async(key))
+        except LostObjectError:
+            return None
+
+    def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
+        """Small objects side by side, None where there is none."""
+        found = self.run(self._each(keys, self.bytes_async))
+        for answer in found:
+            if isinstance(answer, ObjectStoreError) and not isinstance(answer, LostObjectError):
+                raise answer
+        return [None if isinstance(answer, ObjectStoreError) else answer[0] for answer in found]
+
+    async def blocks_async(self, key: str, size: int, use: Callable[[bytes], object]) -> None:
+        """Read an object in blocks, several at once, and hand them to `use` in order, in another thread."""
+        waiting: deque[asyncio.Task[bytes]] = deque()
+        starts = iter(range(0, size, READ_BLOCK_BYTES))
+        try:
+            while True:
+                while (
+                    len(waiting) < self.settings.max_connections and (start := next(starts, None)) is not None
+                ):
+                    length = min(READ_BLOCK_BYTES, size - start)
+                    waiting.append(asyncio.create_task(self.range_async(key, start, length)))
+                if not waiting:
+                    return
+                await asyncio.to_thread(use, await waiting.popleft())
+        finally:
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+
+    def get_file(self, key: str, path: Path, size: int, xxh3_128: str) -> None:
+        """Fetch an object to `path`, which appears only if size and hash are right."""
+        facts = self.head(key)
+        if facts is None or facts.size != size:
+            found = f"has {facts.size:,} bytes" if facts else "is not in the bucket"
+            raise LostObjectError(
+                f"{self.url(key)} {found}",
+                expected=f"{size:,} bytes",
+                remedy="run the stage that makes it again: it makes what is lost",
+            )
+        with atomic_file(path) as handle:
+            writer = HashingWriter(handle)
+            self.run(self.blocks_async(key, size, writer.write))
+            if writer.hexdigest() != xxh3_128:
+                raise LostObjectError(
+                    f"{self.url(key)} does not match its hash",
+                    remedy="run the stage that makes it again: it makes what is damaged",
+                )
+
+    def put_bytes(
+        self, key: str, content: bytes, *, only_new: bool = False, replaces: str | None = None
+    ) -> str | None:
+        """Put a small object; its content is proven as `object_store.checksum` says.
+
+        Args:
+            key: of the object.
+            content: its bytes.
+            only_new: put it only where there is none.
+            replaces: put it only where the present one has this ETag.
+
+        Returns:
+            The ETag, or None where the condition does not hold. A server without conditions puts it always.
+        """
+        condition: dict[str, Any] = {"IfNoneMatch": "*"} if only_new else {}
+        if replaces is not None:
+            condition = {"IfMatch": replaces}
+        return self.run(self._put_bytes(key, content, condition))
+
+    async def _put_bytes(self, key: str, content: bytes, condition: dict[str, Any]) -> str | None:
+        checksum = body_checksum(content, self.settings)
+        refused = {
+            *CONDITION_FAILED,
+            *(NOT_SUPPORTED if condition else ()),
+            *(MISSING_OBJECT if condition else ()),
+        }
+        try:
+            answer = await self.request("put_object", key, refused, Body=content, **checksum, **condition)
+        except OSError as error:
+            if condition and error_code(error) in NOT_SUPPORTED:
+                return await self._put_bytes(key, content, {})
+            if condition and error_code(error) in {*CONDITION_FAILED, *MISSING_OBJECT}:
+                return None
+            raise explain(error, "put_object", self.url(key), self.settings) from error
+        if self.settings.checksum == "read_back" and (await self.bytes_async(key))[0] != content:
+            raise LostObjectError(f"{self.url(key)} was not stored as it was sent", remedy="run it again")
+        return str(answer.get("ETag", "")).strip('"')
+
+    async def pages(self, method: str, prefix: str, markers: dict[str, str]) -> list[dict[str, Any]]:
+        """All pages of a listing below a prefix.
+
+        Args:
+            method: of the API.
+            prefix: below the root.
+            markers: request parameter to the field of the answer that it takes on the next page.
+        """
+        pages: list[dict[str, Any]] = []
+        arguments = {"Bucket": self.root.bucket, "Prefix": self.root.key(prefix)}
+        while True:
+            answer = await self.attempt(method, prefix, partial(self.fs._call_s3, method, **arguments))
+            pages.append(answer)
+            if not answer.get("IsTruncated"):
+                return pages
+            arguments |= {name: answer[field] for name, field in markers.items() if answer.get(field)}
+
+    def list(self, prefix: str) -> dict[str, int]:
+        """Key and bytes of every object whose key starts with `prefix`."""
+        pages = self.run(
+            self.pages("list_objects_v2", prefix, {"ContinuationToken": "NextContinuationToken"})
+        )
+        cut = len(self.root.key(""))
+        return {one["Key"][cut:]: one["Size"] for page in pages for one in page.get("Contents", ())}
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Delete objects side by side; one that is not there is no error.
+
+        One request an object: a request for many needs a checksum that not every server knows.
+        """
+
+        async def one(key: str) -> None:
+            await self.request("delete_object", key)
+
+        for answer in self.run(self._each(keys, one)):
+            if isinstance(answer, ObjectStoreError) and not isinstance(answer, LostObjectError):
+                raise answer
+
+
+def body_checksum(body: bytes, settings: ObjectStoreConfig) -> dict[str, str]:
+    """The arguments of a request by which the server checks the body that it gets."""
+    if settings.checksum == "sha256":
+        digest = hashlib.sha256(body).digest()
+        return {"ChecksumSHA256": base64.b64encode(digest).decode(), "ChecksumAlgorithm": "SHA256"}
+    if settings.checksum == "etag":
+        digest = hashlib.md5(body, usedforsecurity=False).digest()
+        return {"ContentMD5": base64.b64encode(digest).decode()}
+    return {}
+
+
+def backoff_seconds(number: int) -> float:
+    """Pause after attempt `number` (from 1): doubles up to 20 s, spread so that parts do not keep step."""
+    return min(20.0, 0.2 * 2**number) * random.uniform(0.5, 1.0)
+
+
+def _botocore_config(settings: ObjectStoreConfig) -> dict[str, Any]:
+    """Settings of the client below: no retries, no checksums of its own choice.
+
+    Over TLS the body is not hashed once more for the signature, which covers the checksum header.
+    """
+    endpoint = (
+        settings.endpoint_url or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    )
+    is_plain = bool(endpoint and endpoint.startswith("http://"))
+    return {
+        "max_pool_connections": settings.max_connections + 2,
+        "connect_timeout": min(CONNECT_SECONDS, settings.timeout_seconds),
+        "read_timeout": settings.timeout_seconds,
+        "retries": {"total_max_attempts": 1, "mode": "standard"},
+        "request_checksum_calculation": "when_required",
+        "response_checksum_validation": "when_required",
+        **({} if is_plain else {"s3": {"payload_signing_enabled": False}}),
+    }
+
+
+def _facts(answer: dict[str, Any]) -> ObjectFacts:
+    put: datetime | None = answer.get("LastModified")
+    stated = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date")
+    now = parsedate_to_datetime(stated) if stated else datetime.now(UTC)
+    return ObjectFacts(
+        size=int(answer["ContentLength"]),
+        etag=str(answer.get("ETag", "")).strip('"'),
+        sha256=answer.get("ChecksumSHA256"),
+        xxh3_128=answer.get("Metadata", {}).get(HASH_METADATA),
+        age_seconds=max(0.0, (now - put).total_seconds()) if put else 0.0,
+    )
