@@ -31,14 +31,16 @@ from eagle3_core.estimate import check_space, estimate_run
 from eagle3_core.host.engine_environment import capture_engine_config
 from eagle3_core.host.lines import without_secrets
 from eagle3_core.host.process import run_step
-from eagle3_core.host.run_folder import RunFolder
+from eagle3_core.host.run_folder import RunFolder, used_by_runs
 from eagle3_core.leftovers import remove_leftovers
 from eagle3_core.planning import STAGE_INPUTS, RunPlan, plan_run
 from eagle3_core.preflight import Check, run_checks
 from eagle3_core.probing import CHECK_NAME, check_probe
 from eagle3_core.report.write import write_report
 from eagle3_core.serving.acceptance import check_acceptance
+from eagle3_core.store.collect import collect_garbage
 from eagle3_core.store.open import open_store
+from eagle3_core.store.uses import RunUse
 from eagle3_core.target.locate import fetch_spec, is_builtin, target_folder
 
 NOT_RETRIED = {
@@ -94,6 +96,16 @@ class _Run:
     config: RunConfig
     folder: RunFolder
     callbacks: Callbacks
+    use: RunUse
+
+    def plan(self) -> RunPlan:
+        """Decide every id that can be known now, and note in the store that this run uses them.
+
+        The note comes before anybody looks what is there: garbage collection leaves alone what it names.
+        """
+        plan = plan_run(self.config)
+        self.use.say(plan.store, (planned.ref for planned in plan.artifacts.values()))
+        return plan
 
     def step(self, name: StepName, spec: BaseModel) -> Any:
         """Run a step with this run's settings."""
@@ -117,7 +129,12 @@ def run_stage(
     Raises:
         StageError: names the stage and the first cause.
     """
-    run = _Run(config, RunFolder(config.workspace_path / "runs" / run_id), callbacks or Callbacks())
+    folder = RunFolder(config.workspace_path / "runs" / run_id)
+    with RunUse(run_id) as use:
+        return _run_stage(stage, _Run(config, folder, callbacks or Callbacks(), use))
+
+
+def _run_stage(stage: Stage, run: _Run) -> StageOutcome:
     started = time.monotonic()
     try:
         earlier = run.folder.record().stage(stage)
@@ -187,7 +204,7 @@ def _preflight(run: _Run) -> StageOutcome:
 def _plan(run: _Run) -> StageOutcome:
     """Estimate the run's bytes and minutes and refuse what does not fit."""
     stages = [record.stage for record in run.folder.record().stages]
-    estimate = estimate_run(plan_run(run.config), stages)
+    estimate = estimate_run(run.plan(), stages)
     check_space(estimate, run.config)
     return StageOutcome(
         stage="plan",
@@ -201,7 +218,7 @@ def _make(stage: StepName) -> Callable[[_Run], StageOutcome]:
     """The handler of a stage that makes artifacts through a step."""
 
     def handler(run: _Run) -> StageOutcome:
-        plan = plan_run(run.config)
+        plan = run.plan()
         outputs, inputs = plan.outputs(stage), plan.inputs(stage)  # type: ignore[arg-type]
         reused = _intact(plan, outputs) and not (stage == "verify" and _is_outdated(plan))
         if not reused:
@@ -248,7 +265,7 @@ def _extract(run: _Run) -> StageOutcome:
 
 def _verify(run: _Run) -> StageOutcome:
     """Check sizes and hashes of the capture first, without an engine."""
-    plan = plan_run(run.config)
+    plan = run.plan()
     capture = plan.store.read(plan.inputs("verify")["capture"])
     problems = plan.store.problems(capture)
     if problems:
@@ -261,7 +278,7 @@ def _verify(run: _Run) -> StageOutcome:
 
 def _train(run: _Run) -> StageOutcome:
     """Refuse states that were made again after they had been verified."""
-    plan = plan_run(run.config)
+    plan = run.plan()
     refs = plan.inputs("train")
     if _is_outdated(plan):
         raise StoreError(
@@ -288,16 +305,27 @@ def _benchmark(run: _Run) -> StageOutcome:
 
 
 def _cleanup(run: _Run) -> StageOutcome:
-    """Remove what interrupted writers of this run's artifacts left."""
-    plan = plan_run(run.config)
+    """Remove what interrupted writers of this run's artifacts left, then apply the retention policies."""
+    plan = run.plan()
     removed, busy = remove_leftovers(plan.store, [planned.ref for planned in plan.artifacts.values()])
     size = sum(removed.values())
-    in_use = f"; {len(busy)} folders are in use by another run" if busy else ""
-    return StageOutcome(
-        stage="cleanup",
-        message=f"removed {len(removed)} leftover files, {size:,} bytes{in_use}",
-        details={"removed": removed, "bytes": size, "busy": busy},
-    )
+    message = f"removed {len(removed)} leftover files, {size:,} bytes"
+    if busy:
+        message += f"; {len(busy)} folders are in use by another run"
+    details: dict[str, Any] = {"removed": removed, "bytes": size, "busy": busy}
+    policy = run.config.retention
+    if policy.names_something:
+        collected = collect_garbage(
+            plan.store,
+            policy,
+            purge_after_days=policy.purge_after_days,
+            also_in_use=used_by_runs(run.config.workspace_path),
+        )
+        message += (
+            f"; moved {collected.trashed_bytes:,} bytes to the trash, purged {collected.purged_bytes:,}"
+        )
+        details["retention"] = collected.model_dump(mode="json")
+    return StageOutcome(stage="cleanup", message=message, details=details)
 
 
 def _report(run: _Run) -> StageOutcome:

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from typer.exceptions import TyperException
 
 from eagle3_core.config import STAGES, RunConfig, load_profile, parse_stages
 from eagle3_core.errors import EXIT_BUG, EXIT_OK, EXIT_USER_ERROR, ConfigError, Eagle3Error
+
+if TYPE_CHECKING:
+    from eagle3_core.store.local import LocalStore
 
 DEFAULT_PROFILE = "smollm2-135m-demo"
 
@@ -52,6 +55,11 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 DebugOption = Annotated[bool, typer.Option("--debug", help="Show tracebacks and Prefect's own log.")]
 WorkspaceOption = Annotated[
     str, typer.Option("--workspace", help="Workspace folder; relative paths are below the checkout.")
+]
+
+StoreOption = Annotated[
+    str | None,
+    typer.Option("--store", help="Store root, a folder or s3://; default `store` in the workspace."),
 ]
 
 
@@ -120,6 +128,80 @@ def lineage(
     from flows.views import show_lineage
 
     show_lineage(workspace, store, artifact, as_json)
+
+
+@app.command()
+def gc(
+    profile: Annotated[
+        str | None, typer.Argument(help="Profile whose store and `retention` policies to use.")
+    ] = None,
+    workspace: WorkspaceOption = "workspace",
+    store: StoreOption = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Change nothing, say what would go.")] = False,
+    keep_last: Annotated[
+        int | None,
+        typer.Option("--keep-last", min=1, help="Name all captures of a target but the N newest."),
+    ] = None,
+    older_than: Annotated[
+        str | None, typer.Option("--older-than", metavar="AGE", help="Name what is older, e.g. 14d or 36h.")
+    ] = None,
+    over: Annotated[
+        str | None,
+        typer.Option(
+            "--over", metavar="SIZE", help="Name the oldest captures until the rest fits, e.g. 500GiB."
+        ),
+    ] = None,
+    unreferenced: Annotated[
+        bool, typer.Option("--unreferenced", help="Name data of which no kept checkpoint was made.")
+    ] = False,
+    keep: Annotated[
+        list[str] | None,
+        typer.Option("--keep", metavar="KIND/ID", help="Keep this and what it was made from; repeatable."),
+    ] = None,
+    force: Annotated[
+        list[str] | None,
+        typer.Option("--force", metavar="KIND/ID", help="Move this whatever needs it; repeatable."),
+    ] = None,
+    purge_after: Annotated[
+        str | None,
+        typer.Option("--purge-after", metavar="AGE", help="Remove for good what is in the trash longer."),
+    ] = None,
+    purge: Annotated[
+        bool, typer.Option("--purge", help="Remove for good what is in the trash already.")
+    ] = False,
+    restore: Annotated[
+        str | None, typer.Option("--restore", metavar="ID", help="Put an artifact back from the trash.")
+    ] = None,
+    overrides: SetOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Move what policies name to the store's trash, and remove for good what lies there for long.
+
+    An artifact goes if any policy names it and nothing keeps it. Kept is what a run in progress uses, what
+    something that stays was made from, and what no newer artifact replaces: a capture only gives way to one
+    that is complete and verified. Only --force overrides that. Without any policy the command only shows
+    what there is. Moving is at once and can be undone with --restore; space is free after --purge.
+    """
+    from flows import gc_view
+
+    config = _load(profile, None, overrides) if profile else None
+    place = _store(config, store, workspace)
+    if restore is not None:
+        gc_view.gc_restore(place, restore, as_json)
+        return
+    policy = gc_view.policy_of(config, keep_last, older_than, over, unreferenced, keep or [])
+    after = gc_view.days(purge_after) if purge_after is not None else None
+    if after is None and config is not None and policy.names_something:
+        after = policy.purge_after_days
+    gc_view.gc(
+        place,
+        config.workspace if config else workspace,
+        policy,
+        force=force or [],
+        purge_after_days=0.0 if purge else after,
+        dry_run=dry_run,
+        as_json=as_json,
+    )
 
 
 @app.command()
@@ -240,6 +322,21 @@ def target_inspect(
     from flows.target_view import show_target
 
     show_target(target_config(target, workspace, revision), as_json)
+
+
+def _store(config: RunConfig | None, root: str | None, workspace: str) -> LocalStore:
+    """The store of a profile, or of --store and --workspace.
+
+    Raises:
+        ConfigError: both.
+    """
+    from eagle3_core.store.open import open_root, open_store
+
+    if config is None:
+        return open_root(root, workspace)
+    if root is not None:
+        raise ConfigError("--store goes without a profile, which names its own", remedy="use --set store=...")
+    return open_store(config)
 
 
 def _load(profile: str, limit: int | None, overrides: list[str] | None) -> RunConfig:

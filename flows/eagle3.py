@@ -16,6 +16,7 @@ from eagle3_core.host.process_tree import end_orphans
 from eagle3_core.host.run_folder import RunFolder, create_run_folder, new_run_id
 from eagle3_core.report.write import write_report
 from eagle3_core.store.open import open_store
+from eagle3_core.store.uses import end_use
 from flows.recovery import settle_crashed_runs
 from tasks.benchmark import benchmark
 from tasks.cleanup import cleanup
@@ -86,7 +87,10 @@ def recorded_run(config: RunConfig, stages: tuple[Stage, ...]) -> Iterator[RunFo
     except BaseException:
         _end_badly(run, config, "cancelled", "interrupted")
         raise
-    run.finish("completed")
+    else:
+        run.finish("completed")
+    finally:
+        end_use(open_store(config), run.run_id)
 
 
 def _end_badly(run: RunFolder, config: RunConfig, state: Any, message: str) -> None:

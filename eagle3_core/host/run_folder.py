@@ -11,6 +11,7 @@ The folder may be deleted without losing an artifact: it is made again when a la
 
 from __future__ import annotations
 
+import contextlib
 import re
 import secrets
 from collections.abc import Sequence
@@ -194,6 +195,21 @@ def list_runs(workspace: Path) -> list[RunFolder]:
     """Run folders of a workspace, oldest first; one whose making was interrupted is no run."""
     paths = [path for path in sorted((workspace / "runs").glob("*")) if RUN_ID_PATTERN.match(path.name)]
     return [RunFolder(path) for path in paths if (path / RECORD_NAME).is_file()]
+
+
+def used_by_runs(workspace: Path) -> dict[ArtifactRef, str]:
+    """What the stages of a workspace's runs in progress have made or taken, and how to say so.
+
+    A run whose record cannot be read is none.
+    """
+    used: dict[ArtifactRef, str] = {}
+    for folder in list_runs(workspace):
+        with contextlib.suppress(HostError):
+            record = folder.record()
+            if record.state == "running":
+                why = f"the run {record.run_id} in this workspace uses it"
+                used |= {ref: why for stage in record.stages for ref in stage.artifacts}
+    return used
 
 
 def find_run(workspace: Path, name: str) -> RunFolder:

@@ -1,0 +1,150 @@
+"""The command `eagle3 gc`: what it collects, and the table that it prints."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from pydantic import ByteSize, TypeAdapter, ValidationError
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from eagle3_core.artifacts import ArtifactRef
+from eagle3_core.config import RunConfig, resolve_path
+from eagle3_core.errors import ConfigError
+from eagle3_core.host.run_folder import used_by_runs
+from eagle3_core.lineage import find_artifact
+from eagle3_core.report.figures import format_bytes
+from eagle3_core.sections import RetentionConfig
+from eagle3_core.store.collect import Action, GcReport, collect_garbage, restore
+from eagle3_core.store.local import LocalStore
+from eagle3_core.store.trash import find_entry
+
+SECONDS = {"m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+ORDER: tuple[Action, ...] = ("to trash", "purged", "restored", "in trash", "kept")
+STYLE = {"to trash": "yellow", "purged": "red", "restored": "green", "in trash": "cyan", "kept": "dim"}
+IN_DRY_RUN = {"to trash": "would go to trash", "purged": "would be purged"}
+
+
+def days(text: str) -> float:
+    """`90m`, `36h`, `14d`, `2w`, or a plain number of days.
+
+    Raises:
+        ConfigError: anything else.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([mhdw]?)", text.strip())
+    if match is None:
+        raise ConfigError(f"{text!r} is no span of time", expected="such as 14d, 36h or 2w")
+    return float(match[1]) * SECONDS[match[2] or "d"] / SECONDS["d"]
+
+
+def size(text: str) -> ByteSize:
+    """`500GiB`, or a plain number of bytes.
+
+    Raises:
+        ConfigError: anything else.
+    """
+    try:
+        return TypeAdapter(ByteSize).validate_python(text.strip())
+    except ValidationError:
+        raise ConfigError(f"{text!r} is no size", expected="such as 500GiB") from None
+
+
+def policy_of(
+    config: RunConfig | None,
+    keep_last: int | None,
+    older_than: str | None,
+    over: str | None,
+    unreferenced: bool,
+    keep: Sequence[str],
+) -> RetentionConfig:
+    """The profile's policies, each replaced by its option where that is given."""
+    base = config.retention if config else RetentionConfig()
+    given = {
+        "keep_last_captures": keep_last,
+        "older_than_days": days(older_than) if older_than is not None else None,
+        "max_bytes": size(over) if over is not None else None,
+        "unreferenced": True if unreferenced else None,
+        "keep": (*base.keep, *keep) if keep else None,
+    }
+    changes = {name: value for name, value in given.items() if value is not None}
+    try:
+        return RetentionConfig.model_validate(base.model_dump() | changes)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ConfigError(f"{first['loc'][0]}: {first['msg']}") from None
+
+
+def gc(
+    store: LocalStore,
+    workspace: str,
+    policy: RetentionConfig,
+    *,
+    force: Sequence[str],
+    purge_after_days: float | None,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Collect and print."""
+    report = collect_garbage(
+        store,
+        policy,
+        forced=_artifacts(store, force),
+        purge_after_days=purge_after_days,
+        dry_run=dry_run,
+        also_in_use=used_by_runs(resolve_path(workspace)),
+    )
+    show(report, as_json)
+    if not (as_json or policy.names_something or force or purge_after_days is not None):
+        print("no policy was given, so nothing was named: see `eagle3 gc --help`")
+
+
+def gc_restore(store: LocalStore, name: str, as_json: bool) -> None:
+    """Put one artifact back and print it."""
+    show(restore(store, find_entry(store.trash().entries(), name)), as_json)
+
+
+def show(report: GcReport, as_json: bool) -> None:
+    """Print what was done and why, a line for each artifact."""
+    if as_json:
+        print(report.model_dump_json(indent=1))
+        return
+    console = Console()
+    console.print(gc_table(report))
+    verb = "would move" if report.dry_run else "moved"
+    console.print(
+        f"{verb} {format_bytes(report.trashed_bytes)} to the trash, "
+        f"{'would remove' if report.dry_run else 'removed'} {format_bytes(report.purged_bytes)} for good; "
+        f"{format_bytes(report.kept_bytes)} stay in {escape(report.store)}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    if report.trashed_bytes and not report.dry_run:
+        console.print("the trash takes space until `--purge`; `--restore ID` takes an artifact back")
+    for warning in report.warnings:
+        console.print(f"[yellow]{escape(warning)}[/]", highlight=False, soft_wrap=True)
+
+
+def gc_table(report: GcReport) -> Table:
+    """What happens first, what is named and stays next, the rest last."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("what", no_wrap=True)
+    table.add_column("artifact", no_wrap=True)
+    table.add_column("size", justify="right", no_wrap=True)
+    table.add_column("made", no_wrap=True)
+    table.add_column("why", overflow="fold")
+    for line in sorted(report.lines, key=lambda line: (ORDER.index(line.action), not line.named)):
+        what = IN_DRY_RUN.get(line.action, line.action) if report.dry_run else line.action
+        table.add_row(
+            f"[{STYLE[line.action]}]{what}[/]",
+            line.artifact,
+            format_bytes(line.bytes),
+            line.created_at[:16].replace("T", " "),
+            escape("; ".join(line.reasons)),
+        )
+    return table
+
+
+def _artifacts(store: LocalStore, names: Sequence[str]) -> list[ArtifactRef]:
+    return [ArtifactRef.parse(name) if "/" in name else find_artifact(store, name) for name in names]
