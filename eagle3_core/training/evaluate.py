@@ -9,7 +9,7 @@ greedy decoding on the stored answers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,7 @@ from eagle3_core.config import RunConfig
 from eagle3_core.contracts import AcceptanceFigures
 from eagle3_core.serving.acceptance import TargetPass
 from eagle3_core.target.weights import FinalHead
-from eagle3_core.training.loader import PackReader, plan_in_order
+from eagle3_core.training.loader import PackReader, ReadAhead, plan_in_order
 from eagle3_core.training.loss import LossParts, Teacher, draft_choices, pack_loss, step_weights
 from eagle3_core.training.replay import replay_figures, replay_passes
 from eagle3_core.training.ttt import Pack, ttt_forward
@@ -97,8 +97,8 @@ class HeldoutEvaluator:
         tally = _Tally(self._reader.num_steps)
         answers: dict[str, _Answer] = {}
         head = draft.lm_head.weight.detach().to(teacher.head.dtype)
-        for number, members in enumerate(self._plan):
-            pack = self._reader.pack(members).to(teacher.head.device)
+        for number, (members, read) in enumerate(zip(self._plan, self._packs(), strict=True)):
+            pack = read.to(teacher.head.device)
             with torch.no_grad():
                 hidden = ttt_forward(draft, pack, teacher.head.dtype)
                 weights = [1.0] * len(hidden)
@@ -117,6 +117,10 @@ class HeldoutEvaluator:
             benchmark=replay_figures(chosen, depth),
             rates=tally.rates(),
         )
+
+    def _packs(self) -> Iterator[Pack]:
+        with ReadAhead(self._reader, self._plan) as packs:
+            yield from packs
 
     def _full_argmax(self, final_states: Tensor) -> Tensor:
         """[n] target ids: the target's greedy choice over its whole vocabulary."""

@@ -1,4 +1,4 @@
-"""Reads captured samples and puts them into packs, ahead of the trainer.
+"""Reads captured samples and puts them into packs, ahead of the trainer, wherever the capture lies.
 
 Legend: S tokens of a sample, R rows of a pack (S - 1 a document), A auxiliary layers, H hidden size,
 n labels.
@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import TracebackType
 
 import numpy as np
@@ -25,14 +25,14 @@ from torch import Tensor
 from eagle3_core.contracts import Rejection
 from eagle3_core.errors import TrainingError
 from eagle3_core.store.dataset import Sample, Split
-from eagle3_core.store.shards import CapturedSample, ShardReader
+from eagle3_core.store.samples import SamplePlace, SampleSource
+from eagle3_core.store.shards import CapturedSample
 from eagle3_core.training.rows import plan_rows
 from eagle3_core.training.ttt import Pack
 
 READ_AHEAD_PACKS = 2
 OPEN_PACKS = 8
 """Packs that are filled side by side: a sample goes into the first of them with room for it."""
-MAX_OPEN_SHARDS = 64
 
 
 @dataclass(frozen=True)
@@ -41,16 +41,14 @@ class StoredSample:
 
     Attributes:
         key: of the dataset's sample.
-        shard: file name.
-        index: inside the shard.
+        place: shard and number in it.
         num_tokens: S.
         prompt_length: tokens before the last answer.
         answer_length: tokens of the last answer, end-of-turn token included.
     """
 
     key: str
-    shard: str
-    index: int
+    place: SamplePlace
     num_tokens: int
     prompt_length: int
     answer_length: int
@@ -64,22 +62,23 @@ class SampleIndex:
     skipped: list[Rejection] = field(default_factory=list)
 
 
-def index_samples(
-    samples: Sequence[Sample], folder: Path, shards: Sequence[str], bad: dict[str, str]
-) -> SampleIndex:
+def index_samples(samples: Sequence[Sample], source: SampleSource, bad: dict[str, str]) -> SampleIndex:
     """Find every sample of the dataset in a capture.
 
     Args:
         samples: the dataset.
-        folder: the capture's folder.
-        shards: its shard files.
+        source: the capture.
         bad: key and problem of samples that verification found bad, quarantined ones included.
 
     Raises:
         TrainingError: a sample of the dataset is in no shard, or a split has no sample left.
+        StoreError: a shard cannot be read.
     """
+    shards = source.load()
     places = {
-        key: (name, index) for name in shards for index, key in enumerate(ShardReader(folder / name).keys)
+        key: SamplePlace(name, index)
+        for name, shard in shards.items()
+        for index, key in enumerate(shard.keys)
     }
     index = SampleIndex({"train": [], "heldout": []})
     for sample in samples:
@@ -89,11 +88,11 @@ def index_samples(
             continue
         if sample.key not in places:
             raise TrainingError(
-                f"sample {sample.key} of the dataset is in none of the {len(shards)} shards in {folder}",
+                f"sample {sample.key} of the dataset is in none of the {len(shards)} shards of the capture",
                 remedy="run the extract stage again",
             )
         answer = int(sample.loss_mask[sample.prompt_length :].sum())
-        stored = StoredSample(sample.key, *places[sample.key], len(sample), sample.prompt_length, answer)
+        stored = StoredSample(sample.key, places[sample.key], len(sample), sample.prompt_length, answer)
         index.splits[sample.split].append(stored)
     _refuse_empty_split(index, samples)
     return index
@@ -156,34 +155,32 @@ def _fill(order: Sequence[int], lengths: Sequence[int], pack_tokens: int) -> lis
 
 
 class PackReader:
-    """Builds packs of one split from the shards of a capture.
+    """Builds packs of one split from a capture.
 
     Args:
-        folder: the capture's folder.
+        source: the capture.
         samples: the split's samples.
         num_steps: TTT steps that a pack is planned for.
     """
 
-    def __init__(self, folder: Path, samples: Sequence[StoredSample], num_steps: int) -> None:
-        self.samples, self.num_steps = samples, num_steps
-        self._folder = folder
-        self._readers: dict[str, ShardReader] = {}
+    def __init__(self, source: SampleSource, samples: Sequence[StoredSample], num_steps: int) -> None:
+        self.source, self.samples, self.num_steps = source, samples, num_steps
 
     def pack(self, members: Sequence[int]) -> Pack:
         """The pack of the given samples.
 
         Raises:
             TrainingError: a shard lacks final states that a loss reads.
+            StoreError: a sample cannot be read.
         """
-        return build_pack([self._read(self.samples[index]) for index in members], self.num_steps)
+        return next(self.packs([members]))
 
-    def _read(self, stored: StoredSample) -> CapturedSample:
-        reader = self._readers.get(stored.shard)
-        if reader is None:
-            if len(self._readers) == MAX_OPEN_SHARDS:
-                self._readers.pop(next(iter(self._readers)))
-            reader = self._readers[stored.shard] = ShardReader(self._folder / stored.shard)
-        return reader.sample(stored.index)
+    def packs(self, plan: Sequence[Sequence[int]]) -> Iterator[Pack]:
+        """The planned packs in order; their samples are read ahead. Raises as `pack`."""
+        places = (self.samples[index].place for members in plan for index in members)
+        with self.source.ahead(places) as samples:
+            for members in plan:
+                yield build_pack([next(samples) for _ in members], self.num_steps)
 
 
 def build_pack(samples: Sequence[CapturedSample], num_steps: int) -> Pack:
@@ -220,13 +217,18 @@ def _label_states(sample: CapturedSample) -> Tensor:
 
 
 class ReadAhead:
-    """Iterates over packs that a thread reads ahead; use as a context manager."""
+    """Iterates over packs that a thread reads ahead; use as a context manager.
+
+    Attributes:
+        waited_seconds: time that the consumer has waited for packs.
+    """
 
     def __init__(self, reader: PackReader, plan: Sequence[Sequence[int]]) -> None:
         self._reader, self._plan = reader, plan
         self._queue: queue.Queue[Pack | BaseException | None] = queue.Queue(READ_AHEAD_PACKS)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work, name="pack-reader", daemon=True)
+        self.waited_seconds = 0.0
 
     def __enter__(self) -> Iterator[Pack]:
         self._thread.start()
@@ -239,15 +241,21 @@ class ReadAhead:
         self._thread.join()
 
     def _packs(self) -> Iterator[Pack]:
-        while (item := self._queue.get()) is not None:
+        while (item := self._next()) is not None:
             if isinstance(item, BaseException):
                 raise item
             yield item
 
+    def _next(self) -> Pack | BaseException | None:
+        started = time.monotonic()
+        item = self._queue.get()
+        self.waited_seconds += time.monotonic() - started
+        return item
+
     def _work(self) -> None:
         try:
-            for members in self._plan:
-                if not self._put(self._reader.pack(members)):
+            for pack in self._reader.packs(self._plan):
+                if not self._put(pack):
                     return
             self._put(None)
         except BaseException as error:

@@ -21,6 +21,7 @@ from eagle3_core.contracts import AcceptanceFigures, EpochMetrics
 from eagle3_core.errors import TrainingError
 from eagle3_core.training.checkpoint import MetricsLog, ResumeFolder
 from eagle3_core.training.draft import DTYPES, teacher_of, trained_parameters
+from eagle3_core.training.epoch_data import EpochData
 from eagle3_core.training.evaluate import Evaluation
 from eagle3_core.training.loader import PackReader, ReadAhead, plan_packs
 from eagle3_core.training.loss import LossParts, Teacher, pack_loss, step_weights
@@ -129,6 +130,7 @@ class Trainer:
         self.position = Position()
         self.position.start_epoch(0, train.ttt_steps)
         self._session_tokens, self._session_seconds = 0, 0.0
+        self._data = EpochData(reader.source)
         self._last_save = time.monotonic()
 
     def run(self) -> Outcome:
@@ -149,8 +151,11 @@ class Trainer:
     def _epoch(self) -> None:
         position = self.position
         plan = self.plans[position.epoch]
-        with ReadAhead(self.reader, plan[position.pack :]) as packs:
+        self._data.begin_epoch()
+        ahead = ReadAhead(self.reader, plan[position.pack :])
+        with ahead as packs:
             for pack in packs:
+                self._data.waited_seconds = ahead.waited_seconds
                 started = time.monotonic()
                 self._step(pack)
                 elapsed = time.monotonic() - started
@@ -218,6 +223,7 @@ class Trainer:
 
     def _report(self) -> None:
         position = self.position
+        figures: dict[str, Any] = dict(self._data.figures())
         self.progress(
             position.step,
             self.num_steps,
@@ -225,6 +231,7 @@ class Trainer:
             f"epoch {position.epoch + 1} of {self.config.train.num_epochs}",
             loss=self._epoch_loss(),
             tokens_per_second=self._speed() or 0.0,
+            **figures,
         )
 
     def _speed(self) -> float | None:
@@ -249,8 +256,10 @@ class Trainer:
             seconds=position.seconds + time.monotonic() - started,
         )
         record = metrics.model_dump(mode="json")
-        self.metrics.append([{"type": "epoch", **record, "rates": asdict(found.rates)}])
+        data = self._data.figures()
+        self.metrics.append([{"type": "epoch", **record, "rates": asdict(found.rates), "data": data}])
         _log_epoch(metrics, train.num_epochs, self._speed())
+        logger.info("%s", self._data.line())
         position.epochs.append(record)
         best = position.best
         if best is None or metrics.heldout.acceptance_length > _acceptance(position.epochs[best]):

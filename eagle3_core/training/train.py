@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import save
 
-from eagle3_core.artifacts import Manifest
 from eagle3_core.config import RunConfig
 from eagle3_core.contracts import Rejection, StepSpec, TrainResult
 from eagle3_core.data.vocabulary import DraftVocabulary, load_vocabulary
@@ -22,7 +21,7 @@ from eagle3_core.store.dataset import Sample, benchmark_samples, read_dataset
 from eagle3_core.store.files import atomic_file, write_atomic
 from eagle3_core.store.local import ArtifactWriter, LocalStore
 from eagle3_core.store.open import open_store
-from eagle3_core.store.shards import ShardReader
+from eagle3_core.store.samples import SampleSource, open_samples
 from eagle3_core.target.info import TargetInfo, inspect_target
 from eagle3_core.target.layers import final_layer_id, resolve_aux_layer_ids
 from eagle3_core.target.weights import FinalHead
@@ -61,16 +60,16 @@ def run(spec: StepSpec, progress: Progress) -> TrainResult:
     capture = store.read(spec.inputs["capture"])
     samples = read_dataset(store.fetch(spec.inputs["dataset"]))
     vocabulary = load_vocabulary(store.fetch(spec.inputs["vocabulary"]))
-    folder, shards = store.folder(capture.ref), shard_names(capture)
-    check_inputs(spec.config, target, samples, vocabulary, folder, shards)
-    index = index_samples(samples, folder, shards, _bad_samples(store, spec))
+    source = open_samples(spec.config, store, capture)
+    check_inputs(spec.config, target, samples, vocabulary, source)
+    index = index_samples(samples, source, _bad_samples(store, spec))
     _log_skipped(index.skipped)
     with store.writer(spec.outputs["checkpoint"], spec.run_id) as writer:
         if writer.is_complete:
             return TrainResult.model_validate(writer.facts["result"])
         resume = ResumeFolder(writer.folder, spec.outputs["checkpoint"])
         metrics = MetricsLog(writer.folder)
-        reader = PackReader(folder, index.splits["train"], spec.config.train.ttt_steps)
+        reader = PackReader(source, index.splits["train"], spec.config.train.ttt_steps)
         draft = build_draft(spec.config, target, vocabulary)
         first = reader.pack(_first_samples(reader))
         initialise(draft, first.aux_states, spec.config.train.seed)
@@ -79,7 +78,7 @@ def run(spec: StepSpec, progress: Progress) -> TrainResult:
             draft,
             spec.config,
             reader,
-            _evaluation(spec.config, target, samples, index, folder, vocabulary, draft),
+            _evaluation(spec.config, target, samples, index, source, vocabulary, draft),
             resume,
             metrics,
             progress,
@@ -100,39 +99,25 @@ def run(spec: StepSpec, progress: Progress) -> TrainResult:
     return result
 
 
-def shard_names(capture: Manifest) -> list[str]:
-    """The shard files of a capture, in order.
-
-    Raises:
-        TrainingError: it has none.
-    """
-    names = sorted(entry.path for entry in capture.files if entry.path.endswith(".safetensors"))
-    if not names:
-        raise TrainingError(f"{capture.ref} has no shards", remedy="run the extract stage again")
-    return names
-
-
 def check_inputs(
     config: RunConfig,
     target: TargetInfo,
     samples: Sequence[Sample],
     vocabulary: DraftVocabulary,
-    folder: Path,
-    shards: Sequence[str],
+    source: SampleSource,
 ) -> None:
     """Refuse inputs that do not fit, before anything is loaded.
 
     Raises:
         TrainingError: names what was found and what the configuration and the target say.
+        StoreError: a shard cannot be read.
     """
     wanted_ids = resolve_aux_layer_ids(config.target.aux_layer_ids, target.num_layers)
-    for name in shards:
-        reader = ShardReader(folder / name)
-        _require(f"the auxiliary capture ids of {folder / name}", reader.aux_layer_ids, wanted_ids)
+    for shard in source.load().values():
+        _require(f"the auxiliary capture ids of {shard.name}", shard.aux_layer_ids, wanted_ids)
         final = final_layer_id(target.num_layers)
-        _require(f"the final capture id of {folder / name}", reader.final_layer_id, final)
-    width = ShardReader(folder / shards[0]).sample(0).aux_states.shape[2]
-    _require(f"the hidden size of {folder / shards[0]}", width, target.hidden_size)
+        _require(f"the final capture id of {shard.name}", shard.final_layer_id, final)
+        _require(f"the hidden size of {shard.name}", shard.hidden_size, target.hidden_size)
     sizes = (len(vocabulary.d2t), len(vocabulary.t2d))
     _require(
         "the sizes of the draft vocabulary (draft, target)",
@@ -184,7 +169,7 @@ def _evaluation(
     target: TargetInfo,
     samples: Sequence[Sample],
     index: SampleIndex,
-    folder: Path,
+    source: SampleSource,
     vocabulary: DraftVocabulary,
     draft: Eagle3DraftModel,
 ) -> Any:
@@ -193,7 +178,7 @@ def _evaluation(
     usable = {sample.key for sample in index.splits["heldout"]}
     chosen = [sample.key for sample in benchmark_samples(samples, config.benchmark.num_prompts)]
     evaluator = HeldoutEvaluator(
-        PackReader(folder, index.splits["heldout"], steps_to_unroll(config)),
+        PackReader(source, index.splits["heldout"], steps_to_unroll(config)),
         config,
         [key for key in chosen if key in usable],
         FinalHead(target, device),

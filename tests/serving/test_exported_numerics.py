@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,14 @@ from eagle3_core.serving import export
 from eagle3_core.serving.acceptance import acceptance_figures, text_passes
 from eagle3_core.serving.decoding import DecodingEngine
 from eagle3_core.serving.lossless import load_reference
+from eagle3_core.store.samples import SamplePlace
 from eagle3_core.store.shards import CapturedSample
 from eagle3_core.target.weights import FinalHead
 from eagle3_core.training.draft import build_draft, checkpoint_tensors, teacher_of, trained_parameters
 from eagle3_core.training.evaluate import HeldoutEvaluator
 from eagle3_core.training.loader import PackReader, StoredSample, build_pack
 from eagle3_core.training.loss import pack_loss, step_weights
-from eagle3_core.training.ttt import ttt_forward
+from eagle3_core.training.ttt import Pack, ttt_forward
 from tests.serving.drafts import AUX_IDS, END_TOKEN, NUM_TOKENS, Factory, make_factory, silent
 from tests.tiny import make_tiny_target
 from tests.training.examples import random_sample, speculators_forward
@@ -157,14 +158,17 @@ class InMemory(PackReader):
 
     def __init__(self, captured: Sequence[CapturedSample], prompt_lengths: Sequence[int], steps: int) -> None:
         stored = [
-            StoredSample(one.key, "", index, len(one.input_ids), length, len(one.input_ids) - length)
+            StoredSample(
+                one.key, SamplePlace("", index), len(one.input_ids), length, len(one.input_ids) - length
+            )
             for index, (one, length) in enumerate(zip(captured, prompt_lengths, strict=True))
         ]
-        super().__init__(Path(), stored, steps)
+        super().__init__(None, stored, steps)  # type: ignore[arg-type]
         self._captured = captured
 
-    def _read(self, stored: StoredSample) -> CapturedSample:
-        return self._captured[stored.index]
+    def packs(self, plan: Sequence[Sequence[int]]) -> Iterator[Pack]:
+        for members in plan:
+            yield build_pack([self._captured[index] for index in members], self.num_steps)
 
 
 def _captured(made: Made) -> list[CapturedSample]:

@@ -11,6 +11,7 @@ import torch
 
 from eagle3_core.errors import TrainingError
 from eagle3_core.store.local import LocalStore
+from eagle3_core.store.samples import SampleSource, open_samples
 from eagle3_core.target.info import TargetInfo
 from eagle3_core.training.loader import (
     PackReader,
@@ -23,7 +24,6 @@ from eagle3_core.training.loader import (
 from tests.training.examples import make_config, make_samples, random_sample, write_inputs
 
 pytestmark = pytest.mark.engine
-SHARDS = ["shard-00000.safetensors", "shard-00001.safetensors"]
 
 
 def test_every_sample_is_in_one_pack_and_packs_keep_to_their_size() -> None:
@@ -76,18 +76,19 @@ def test_missing_final_states_are_refused(tiny_target: TargetInfo) -> None:
         build_pack([short], 1)
 
 
-def _capture(root: Path, target: TargetInfo) -> tuple[list, Path]:
+def _capture(root: Path, target: TargetInfo) -> tuple[list, SampleSource]:
     samples = make_samples(target)
     spec = write_inputs(root, make_config(target.path), target, samples)
-    return samples, LocalStore(root).folder(spec.inputs["capture"])
+    store = LocalStore(root)
+    return samples, open_samples(spec.config, store, store.read(spec.inputs["capture"]))
 
 
 def test_bad_samples_and_samples_without_loss_are_left_out_and_named(
     tmp_path: Path, tiny_target: TargetInfo
 ) -> None:
-    samples, folder = _capture(tmp_path, tiny_target)
+    samples, source = _capture(tmp_path, tiny_target)
     silent = replace(samples[1], loss_mask=np.zeros_like(samples[1].loss_mask))
-    index = index_samples([samples[0], silent, *samples[2:]], folder, SHARDS, {"sample-4": "NaN in layer 2"})
+    index = index_samples([samples[0], silent, *samples[2:]], source, {"sample-4": "NaN in layer 2"})
     assert [(each.key, each.reason) for each in index.skipped] == [
         ("sample-1", "no token after the first carries loss"),
         ("sample-4", "NaN in layer 2"),
@@ -97,23 +98,23 @@ def test_bad_samples_and_samples_without_loss_are_left_out_and_named(
 
 
 def test_an_empty_split_is_refused_and_both_are_named(tmp_path: Path, tiny_target: TargetInfo) -> None:
-    samples, folder = _capture(tmp_path, tiny_target)
+    samples, source = _capture(tmp_path, tiny_target)
     with pytest.raises(TrainingError, match=r"heldout split has no sample.*the train split has 16"):
-        index_samples([replace(s, split="train") for s in samples], folder, SHARDS, {})
+        index_samples([replace(s, split="train") for s in samples], source, {})
 
 
 def test_a_sample_that_is_in_no_shard_is_refused(tmp_path: Path, tiny_target: TargetInfo) -> None:
-    samples, folder = _capture(tmp_path, tiny_target)
+    samples, source = _capture(tmp_path, tiny_target)
     with pytest.raises(TrainingError, match="sample stranger of the dataset is in none of the 2 shards"):
-        index_samples([*samples, replace(samples[0], key="stranger")], folder, SHARDS, {})
+        index_samples([*samples, replace(samples[0], key="stranger")], source, {})
 
 
 def test_reading_ahead_gives_the_planned_packs_and_passes_errors_on(
     tmp_path: Path, tiny_target: TargetInfo
 ) -> None:
-    samples, folder = _capture(tmp_path, tiny_target)
-    index = index_samples(samples, folder, SHARDS, {})
-    reader = PackReader(folder, index.splits["train"], num_steps=3)
+    samples, source = _capture(tmp_path, tiny_target)
+    index = index_samples(samples, source, {})
+    reader = PackReader(source, index.splits["train"], num_steps=3)
     plan = plan_packs([sample.num_tokens for sample in reader.samples], 64, 0, 0)
     with ReadAhead(reader, plan) as packs:
         keys = [pack.keys for pack in packs]

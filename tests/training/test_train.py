@@ -23,6 +23,7 @@ from eagle3_core.errors import TrainingError
 from eagle3_core.identity import STEP_VERSION
 from eagle3_core.store.dataset import Sample, read_dataset
 from eagle3_core.store.local import LocalStore
+from eagle3_core.store.samples import SampleSource
 from eagle3_core.target.info import TargetInfo
 from eagle3_core.training import train
 from eagle3_core.training.draft import build_draft
@@ -215,18 +216,16 @@ def test_a_pack_without_loss_is_skipped_and_counted(
 def test_a_loss_that_is_not_finite_stops_and_names_the_samples(
     tmp_path: Path, tiny_target: TargetInfo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from eagle3_core.training import loader
-
     spec = _spec(tmp_path, tiny_target)
-    read = loader.PackReader._read
+    read = SampleSource.sample
 
-    def spoiled(self: Any, stored: Any) -> Any:
-        sample = read(self, stored)
+    def spoiled(self: Any, place: Any) -> Any:
+        sample = read(self, place)
         if sample.key == "sample-5":
             sample.aux_states[-3] = torch.nan
         return sample
 
-    monkeypatch.setattr(loader.PackReader, "_read", spoiled)
+    monkeypatch.setattr(SampleSource, "sample", spoiled)
     with pytest.raises(TrainingError, match=r"loss nan.*sample-5"):
         train.run(spec, Quiet())  # type: ignore[arg-type]
 
