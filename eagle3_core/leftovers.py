@@ -9,8 +9,9 @@ from pathlib import Path
 from eagle3_core.artifacts import ArtifactRef
 from eagle3_core.capture.shard_queue import Staging
 from eagle3_core.errors import StoreError
-from eagle3_core.store.files import TEMPORARY_PREFIX, folder_lock
+from eagle3_core.store.files import TEMPORARY_PREFIX
 from eagle3_core.store.local import LocalStore, strangers
+from eagle3_core.store.locks import folder_lock
 
 
 def remove_leftovers(store: LocalStore, artifacts: Iterable[ArtifactRef]) -> tuple[dict[str, int], list[str]]:

@@ -19,7 +19,6 @@ from pathlib import Path
 from pydantic import ByteSize
 
 from eagle3_core.artifacts import FileEntry, Manifest
-from eagle3_core.capture.claims import ShardClaims
 from eagle3_core.capture.job import CaptureJob, capture_layout, check_plan
 from eagle3_core.capture.pool import EnginePool
 from eagle3_core.capture.shard_queue import ShardQueue, Staging
@@ -27,6 +26,7 @@ from eagle3_core.config import RunConfig
 from eagle3_core.contracts import ExtractResult, Rejection, StepSpec
 from eagle3_core.errors import CaptureError, FolderInUseError
 from eagle3_core.step import Progress
+from eagle3_core.store.claims import Claims
 from eagle3_core.store.dataset import Sample, read_dataset
 from eagle3_core.store.files import file_problem
 from eagle3_core.store.local import ArtifactWriter, LocalStore
@@ -62,7 +62,7 @@ def run(spec: StepSpec, progress: Progress) -> ExtractResult:
     for name in staging.remove_dead_sessions():
         logger.info("removed what the ended session %s had not finished", name)
     with contextlib.ExitStack() as stack:
-        claims = ShardClaims(staging.claims)
+        claims = Claims(staging.claims)
         stack.callback(claims.close)
         job = CaptureJob(
             engine=str(plan.identity.get("engine", config.capture.engine)),
@@ -87,7 +87,7 @@ class _Work:
         samples: Sequence[Sample],
         job: CaptureJob,
         staging: Staging,
-        claims: ShardClaims,
+        claims: Claims,
         progress: Progress,
     ) -> None:
         self._spec, self._store, self._samples, self._job = spec, store, samples, job
@@ -107,20 +107,39 @@ class _Work:
         """Work until the capture is complete, whoever completes it."""
         self._lead()
         while True:
-            manifest = None if self._writer else self._store.find(self._plan.ref)
-            if manifest is not None and manifest.state == "complete":
-                logger.info("another process has completed %s", self._plan.ref)
-                return ExtractResult.model_validate(manifest.facts["result"])
-            self._adopt(manifest)
-            if self._writer and all(s.file_name in self._writer.files for s in self._job.shards):
-                return self._complete(self._writer)
-            self._pool.raise_error()
-            if not self._pool.is_working:
-                if self._queue.has_work():
-                    self._start()
-                elif not self._lead():
-                    self._report_wait()
+            try:
+                result = self._turn()
+            except FolderInUseError as error:
+                self._step_down(error)
+                continue
+            if result is not None:
+                return result
             time.sleep(POLL_SECONDS)
+
+    def _turn(self) -> ExtractResult | None:
+        """Look once what has happened, do what follows from it; the result if the capture is complete."""
+        manifest = None if self._writer else self._store.find(self._plan.ref)
+        if manifest is not None and manifest.state == "complete":
+            logger.info("another process has completed %s", self._plan.ref)
+            return ExtractResult.model_validate(manifest.facts["result"])
+        self._adopt(manifest)
+        if self._writer and all(s.file_name in self._writer.files for s in self._job.shards):
+            return self._complete(self._writer)
+        self._pool.raise_error()
+        if not self._pool.is_working:
+            if self._queue.has_work():
+                self._start()
+            elif not self._lead():
+                self._report_wait()
+        return None
+
+    def _step_down(self, error: FolderInUseError) -> None:
+        """Follow from now on: another process has taken the lead over while this one stood still."""
+        if self._writer is None:
+            raise error
+        logger.warning("%s", error)
+        self._writer, self._is_following = None, True
+        self._lock.close()
 
     def stop(self) -> None:
         """End the engines and give the lock back."""

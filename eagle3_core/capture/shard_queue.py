@@ -1,8 +1,9 @@
 """The queue of a capture's missing shards, and where finished ones are published; imports no torch.
 
 Several engines of one host take from one queue, and several hosts take from one store: who gets a shard is
-decided by a claim, and a finished shard appears in the capture's folder by a rename, followed by its entry in
-the staging folder, which whoever holds the capture's lock adds to the manifest.
+decided by a claim, and a finished shard appears in the capture's folder by a link, followed by its entry in
+the staging folder, which whoever holds the capture's lock adds to the manifest. Neither ever replaces what is
+there: a host that stood still while another took its shard over changes nothing when it wakes up.
 
     <store>/staging/<capture id>/
       claims/       who makes which shard now
@@ -16,20 +17,21 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import shutil
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from eagle3_core.artifacts import ArtifactRef, FileEntry
-from eagle3_core.capture.claims import ShardClaims
 from eagle3_core.capture.job import CaptureJob
 from eagle3_core.host.process_tree import ProcessId, boot_id
-from eagle3_core.store.files import sync_folder, write_atomic
+from eagle3_core.store.claims import Claims
+from eagle3_core.store.files import sync_folder, write_atomic, write_new
 from eagle3_core.store.local import LocalStore
 from eagle3_core.store.shards import PlannedShard
 
@@ -84,12 +86,35 @@ class Staging:
         except (OSError, ValidationError):
             return None
 
-    def publish(self, shard: PlannedShard, entry: FileEntry, session: Path) -> None:
-        """Give a session's finished shard its place in the capture, then say so."""
+    def publish(
+        self, shard: PlannedShard, entry: FileEntry, session: Path, is_ours: Callable[[], bool] = lambda: True
+    ) -> bool:
+        """Give a session's finished shard its place in the capture, then say so.
+
+        Args:
+            shard: which.
+            entry: of the manifest.
+            session: folder that holds the file.
+            is_ours: whether the shard's claim is still held.
+
+        Returns:
+            False where another has published the shard, or is about to.
+        """
+        source, place = session / shard.file_name, self.capture_folder / shard.file_name
+        grave = session / f"{shard.file_name}.replaced"
         self.capture_folder.mkdir(parents=True, exist_ok=True)
-        (session / shard.file_name).replace(self.capture_folder / shard.file_name)
+        while not _link(source, place):
+            if self.entry(shard) is not None or not is_ours():
+                return False
+            with contextlib.suppress(FileNotFoundError):
+                place.rename(grave)  # left by one that died, or stood still, before it had written its entry
         sync_folder(self.capture_folder)
-        write_atomic(self._entry_path(shard), entry.model_dump_json())
+        if not write_new(self._entry_path(shard), entry.model_dump_json()):
+            if grave.exists():  # its maker has woken up and written its entry: its file belongs to that
+                grave.replace(place)
+            return False
+        source.unlink()
+        return True
 
     def withdraw(self, shard: PlannedShard) -> None:
         """Forget a published shard that turned out damaged."""
@@ -122,6 +147,14 @@ class Staging:
         return self.path / "entries" / f"{Path(shard.file_name).stem}.json"
 
 
+def _link(source: Path, place: Path) -> bool:
+    try:
+        os.link(source, place)
+        return True
+    except FileExistsError:
+        return False
+
+
 @dataclass
 class ShardState:
     """What this host knows of one shard."""
@@ -146,7 +179,7 @@ class ShardQueue:
     know which of its samples to send alone, and which to leave out.
     """
 
-    def __init__(self, shards: Sequence[PlannedShard], staging: Staging, claims: ShardClaims) -> None:
+    def __init__(self, shards: Sequence[PlannedShard], staging: Staging, claims: Claims) -> None:
         self._states = {shard.index: ShardState(shard) for shard in shards}
         self._staging, self._claims = staging, claims
         self._lock = threading.RLock()
@@ -215,9 +248,11 @@ class ShardQueue:
             is_valid = self._claims.is_mine(name)
             if is_valid:
                 entry = entry.model_copy(update={"facts": entry.facts | facts})
-                self._staging.publish(state.shard, entry, Path(job.folder))
+                is_valid = self._staging.publish(
+                    state.shard, entry, Path(job.folder), lambda: self._claims.is_mine(name)
+                )
                 self._claims.release(name)
-                state.is_done = True
+                state.is_done = is_valid
             state.is_ours = False
             return is_valid
 

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, their hashes, and folder locks.
+"""Files that appear whole or not at all, and their hashes.
 
 Order of every write: temporary name, write, fsync, rename, fsync of the folder.
 """
@@ -6,12 +6,8 @@ Order of every write: temporary name, write, fsync, rename, fsync of the folder.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
-import json
 import os
-import socket
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,17 +17,25 @@ from typing import IO
 import xxhash
 
 from eagle3_core.artifacts import FileEntry
-from eagle3_core.errors import FolderInUseError
-from eagle3_core.store.disk import patiently
+from eagle3_core.errors import StoreError
 
 READ_BYTES = 1 << 22
 TEMPORARY_PREFIX = ".tmp-"
 LOCK_NAME = ".lock"
+"""Of the file that says who holds a folder; others that begin so exist while somebody waits for it."""
 
 
 @contextlib.contextmanager
-def atomic_file(path: Path) -> Iterator[IO[bytes]]:
-    """Open a temporary file that becomes `path` when the block ends without an error."""
+def atomic_file(path: Path, before_rename: Callable[[], None] | None = None) -> Iterator[IO[bytes]]:
+    """Open a temporary file that becomes `path` when the block ends without an error.
+
+    Args:
+        path: the final name.
+        before_rename: asked when all is on the disk; may raise, and then nothing has changed.
+
+    Raises:
+        StoreError: another process has removed the temporary file: it has taken the folder over.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{TEMPORARY_PREFIX}{path.name}.{uuid.uuid4().hex}")
     try:
@@ -39,11 +43,23 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
             yield handle
             handle.flush()
             os.fsync(handle.fileno())
-        temporary.replace(path)
+        if before_rename is not None:
+            before_rename()
+        _replace(temporary, path)
         sync_folder(path.parent)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def _replace(temporary: Path, path: Path) -> None:
+    try:
+        temporary.replace(path)
+    except FileNotFoundError:
+        raise StoreError(
+            f"{temporary} is gone: another process has taken {path.parent} over while this one stood still",
+            remedy="let that run finish",
+        ) from None
 
 
 class HashingWriter:
@@ -99,15 +115,24 @@ class HashingWriter:
             thread.shutdown(wait=True, cancel_futures=True)
 
 
-def write_atomic(path: Path, content: bytes | str) -> None:
-    """Replace `path` by `content` in one step that survives a crash, and waits where the disk is full."""
-    whole = content.encode() if isinstance(content, str) else content
+def write_atomic(path: Path, content: bytes | str, before_rename: Callable[[], None] | None = None) -> None:
+    """Replace `path` by `content` in one step that survives a crash; see `atomic_file`."""
+    with atomic_file(path, before_rename) as handle:
+        handle.write(content.encode() if isinstance(content, str) else content)
 
-    def write() -> None:
-        with atomic_file(path) as handle:
-            handle.write(whole)
 
-    patiently(write, path.parent, len(whole), path.name)
+def write_new(path: Path, content: bytes | str) -> bool:
+    """Give `path` this content unless it is there already; of several that try it, one succeeds."""
+    draft = path.with_name(f"{TEMPORARY_PREFIX}{path.name}.{uuid.uuid4().hex}")
+    write_atomic(draft, content)
+    try:
+        os.link(draft, path)
+    except FileExistsError:
+        return False
+    finally:
+        draft.unlink(missing_ok=True)
+    sync_folder(path.parent)
+    return True
 
 
 def sync_folder(folder: Path) -> None:
@@ -117,6 +142,11 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def is_lock_file(path: Path) -> bool:
+    """Whether a file belongs to its folder's lock."""
+    return path.name == LOCK_NAME or path.name.startswith(f"{LOCK_NAME}-")
 
 
 def remove_temporary_files(folder: Path) -> None:
@@ -155,32 +185,3 @@ def file_problem(folder: Path, entry: FileEntry) -> str | None:
     if hash_file(path) != entry.xxh3_128:
         return f"{path} does not match its hash"
     return None
-
-
-@contextlib.contextmanager
-def folder_lock(folder: Path, wait_seconds: float = 60.0) -> Iterator[None]:
-    """Hold `folder` exclusively; the kernel frees the lock when the process ends, however it ends.
-
-    Raises:
-        FolderInUseError: somebody else still holds it after `wait_seconds`; names the holder.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / LOCK_NAME).open("a+") as handle:
-        deadline = time.monotonic() + wait_seconds
-        while True:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() >= deadline:
-                    handle.seek(0)
-                    raise FolderInUseError(
-                        f"{folder} is in use by another process ({handle.read().strip() or 'unknown'})",
-                        remedy="wait for that run or end it",
-                    ) from None
-                time.sleep(0.2)
-        handle.seek(0)
-        handle.truncate()
-        json.dump({"pid": os.getpid(), "host": socket.gethostname()}, handle)
-        handle.flush()
-        yield

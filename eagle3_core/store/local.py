@@ -22,13 +22,13 @@ from eagle3_core.artifacts import (
 )
 from eagle3_core.errors import StoreError
 from eagle3_core.store.files import (
-    LOCK_NAME,
     file_entry,
     file_problem,
-    folder_lock,
+    is_lock_file,
     remove_temporary_files,
     write_atomic,
 )
+from eagle3_core.store.locks import FolderLock, folder_lock
 from eagle3_core.store.notes import FolderNotes, Notes
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ class LocalStore:
         Raises:
             StoreError: another process writes it, or the folder holds an artifact of another identity.
         """
-        with folder_lock(self.folder(plan.ref), wait_seconds):
+        with folder_lock(self.folder(plan.ref), wait_seconds, run_id) as lock:
             remove_temporary_files(self.folder(plan.ref))
             found = self.find(plan.ref)
             if found is not None and found.identity != plan.identity:
@@ -177,7 +177,7 @@ class LocalStore:
                     f"{self.folder(plan.ref)} holds another artifact: "
                     + "; ".join(differing_keys(plan.identity, found.identity))
                 )
-            yield ArtifactWriter(self, plan, found, run_id)
+            yield ArtifactWriter(self, plan, found, run_id, lock)
 
 
 class ArtifactWriter:
@@ -189,11 +189,16 @@ class ArtifactWriter:
     """
 
     def __init__(
-        self, store: LocalStore, plan: ArtifactPlan, found: Manifest | None, run_id: str | None
+        self,
+        store: LocalStore,
+        plan: ArtifactPlan,
+        found: Manifest | None,
+        run_id: str | None,
+        lock: FolderLock,
     ) -> None:
         self.folder = store.folder(plan.ref)
         self.ref = plan.ref
-        self._plan, self._run_id = plan, run_id
+        self._plan, self._run_id, self._lock = plan, run_id, lock
         self.earlier_seconds = (found.provenance.seconds or 0.0) if found else 0.0
         bad = store.problems(found) if found else {}
         self.files: dict[str, FileEntry] = {
@@ -205,12 +210,20 @@ class ArtifactWriter:
             (self.folder / path).unlink(missing_ok=True)
 
     def record(self, entry: FileEntry, seconds: float | None = None) -> None:
-        """Add a finished file to the manifest, which stays partial."""
+        """Add a finished file to the manifest, which stays partial.
+
+        Raises:
+            FolderInUseError: another process has taken the folder over.
+        """
         self.files[entry.path] = entry
         self._write("partial", seconds)
 
     def complete(self, files: Iterable[Path] = (), seconds: float | None = None, **facts: Any) -> Manifest:
-        """Hash `files`, add them and mark the artifact complete; nothing may be written after."""
+        """Hash `files`, add them and mark the artifact complete; nothing may be written after.
+
+        Raises:
+            FolderInUseError: another process has taken the folder over.
+        """
         for path in files:
             entry = file_entry(self.folder, path)
             self.files[entry.path] = entry
@@ -231,7 +244,8 @@ class ArtifactWriter:
             facts=self.facts,
             provenance=provenance(self._run_id, self.earlier_seconds + (seconds or 0.0)),
         )
-        write_atomic(self.folder / MANIFEST_NAME, manifest.model_dump_json(indent=1))
+        content = manifest.model_dump_json(indent=1)
+        write_atomic(self.folder / MANIFEST_NAME, content, before_rename=self._lock.check)
         return manifest
 
 
@@ -244,9 +258,9 @@ def _entry(manifest: Manifest, name: str) -> FileEntry:
 
 def strangers(folder: Path, manifest: Manifest) -> list[Path]:
     """Files of a complete artifact's folder that its manifest does not name (the lock apart)."""
-    keep = {MANIFEST_NAME, LOCK_NAME, *(entry.path for entry in manifest.files)}
+    keep = {MANIFEST_NAME, *(entry.path for entry in manifest.files)}
     return [
         path
         for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.relative_to(folder).as_posix() not in keep
+        if path.is_file() and path.relative_to(folder).as_posix() not in keep and not is_lock_file(path)
     ]

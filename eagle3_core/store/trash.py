@@ -20,8 +20,9 @@ from typing import Protocol
 
 from eagle3_core.artifacts import ARTIFACT_KINDS, ID_LENGTH, ArtifactRef
 from eagle3_core.errors import StoreError
-from eagle3_core.store.files import LOCK_NAME, folder_lock, sync_folder
+from eagle3_core.store.files import LOCK_NAME, is_lock_file, sync_folder
 from eagle3_core.store.local import MANIFEST_NAME, LocalStore
+from eagle3_core.store.locks import folder_lock
 
 TRASH = "trash"
 TIME_FORMAT = "%Y%m%d-%H%M%S-%f"
@@ -100,7 +101,8 @@ class FolderTrash:
         entry, folder = TrashEntry.of(ref, size), self._store.folder(ref)
         if not folder.is_dir():
             raise StoreError(f"{ref} is not in {self._store.root}", remedy="nothing is left to move")
-        with folder_lock(folder, wait_seconds=0.0):
+        with folder_lock(folder, wait_seconds=0.0) as lock:
+            lock.check()
             self._move(folder, self._root / entry.name)
         return entry
 
@@ -155,7 +157,7 @@ class FolderTrash:
             StoreError: files of a writer that may go on lie there.
         """
         with folder_lock(folder, wait_seconds=0.0):
-            strangers = [path.name for path in folder.iterdir() if path.name != LOCK_NAME]
+            strangers = [path.name for path in folder.iterdir() if not is_lock_file(path)]
             if strangers:
                 raise StoreError(
                     f"{folder} holds files of an interrupted writer ({', '.join(sorted(strangers)[:3])})",

@@ -24,10 +24,10 @@ from eagle3_core.store.files import (
     TEMPORARY_PREFIX,
     file_entry,
     file_problem,
-    folder_lock,
     sync_folder,
     write_atomic,
 )
+from eagle3_core.store.locks import folder_lock
 from eagle3_core.target.locate import BUILTIN_TARGETS, BuiltinTarget
 
 MARK = "fetched.json"

@@ -14,8 +14,8 @@ from eagle3_core.capture import extract
 from eagle3_core.contracts import StepSpec
 from eagle3_core.errors import CaptureError, TargetError
 from eagle3_core.step import Progress
-from eagle3_core.store.files import folder_lock
 from eagle3_core.store.local import MANIFEST_NAME, LocalStore
+from eagle3_core.store.locks import folder_lock
 from eagle3_core.store.shards import PlannedShard, ShardReader
 from tests.capture.runs import capture_folder, capture_spec, make_samples
 from tests.tiny import make_tiny_target

@@ -1,8 +1,7 @@
-"""Claims, publication and the queue of missing shards; no engine and no torch."""
+"""Publication and the queue of missing shards; no engine and no torch."""
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -11,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from eagle3_core.artifacts import ArtifactPlan, FileEntry
-from eagle3_core.capture.claims import ShardClaims
 from eagle3_core.capture.job import CaptureJob, Journal
 from eagle3_core.capture.shard_queue import ShardQueue, Staging
 from eagle3_core.config import PROJECT_ROOT
-from eagle3_core.host.process_tree import ProcessId, boot_id
-from eagle3_core.store.files import write_atomic
+from eagle3_core.host.process_tree import boot_id
+from eagle3_core.store.claims import Claims
+from eagle3_core.store.files import write_atomic, write_new
 from eagle3_core.store.local import LocalStore
 from eagle3_core.store.shards import PlannedShard, ShardLayout
 
@@ -32,7 +31,7 @@ def staging(tmp_path: Path) -> Staging:
 
 @pytest.fixture
 def queue(staging: Staging):  # type: ignore[no-untyped-def]
-    claims = ShardClaims(staging.claims)
+    claims = Claims(staging.claims)
     yield ShardQueue(SHARDS, staging, claims)
     claims.close()
 
@@ -47,105 +46,13 @@ def finished(staging: Staging, shard: PlannedShard, name: str = "session") -> Ca
     return job
 
 
-def test_of_two_processes_one_gets_a_shard_and_the_other_the_next(staging: Staging) -> None:
-    first, second = ShardClaims(staging.claims), ShardClaims(staging.claims)
-    assert first.take("a")
-    assert not second.take("a")
-    assert second.is_held_elsewhere("a")
-    assert not first.is_held_elsewhere("a")
-    assert second.take("b")
-    first.release("a")
-    assert second.take("a")
-    second.release("a")
-    second.close()
-    first.close()
-    assert not list(staging.claims.iterdir())
-
-
-def test_the_claim_of_a_process_of_this_host_that_is_gone_is_taken_over(staging: Staging) -> None:
-    code = (
-        "import os, sys; from pathlib import Path; from eagle3_core.capture.claims import ShardClaims; "
-        "assert ShardClaims(Path(sys.argv[1])).take('a'); os._exit(9)"
-    )
-    done = subprocess.run([sys.executable, "-c", code, str(staging.claims)], cwd=PROJECT_ROOT)
-    assert done.returncode == 9
-    claims = ShardClaims(staging.claims)
-    assert not claims.is_held_elsewhere("a")
-    assert claims.take("a")
-    claims.close()
-
-
-def foreign_claim(staging: Staging, age_seconds: float) -> None:
-    """A claim of a process on another host, touched so long ago by the file system's clock."""
-    staging.claims.mkdir(parents=True, exist_ok=True)
-    path = staging.claims / "a.claim"
-    path.write_text(json.dumps({"process": "1:2:elsewhere pid:[3]", "token": "t"}))
-    now = path.stat().st_mtime
-    os.utime(path, (now - age_seconds, now - age_seconds))
-
-
-def test_the_claim_of_another_host_counts_as_long_as_it_is_touched(staging: Staging) -> None:
-    foreign_claim(staging, age_seconds=60)
-    claims = ShardClaims(staging.claims, stale_seconds=90)
-    assert claims.is_held_elsewhere("a")
-    assert not claims.take("a")
-    foreign_claim(staging, age_seconds=100)
-    assert claims.take("a")
-    assert claims.is_mine("a")
-    claims.close()
-
-
-def test_a_host_of_the_same_name_is_another_host(staging: Staging, monkeypatch: pytest.MonkeyPatch) -> None:
-    here, namesake = ProcessId.current(), ShardClaims(staging.claims)
-    with monkeypatch.context() as there:
-        there.setattr("eagle3_core.capture.claims.boot_id", lambda: "of the other host")
-        there.setattr(ProcessId, "current", lambda: here.model_copy(update={"start_ticks": 1}))
-        first = ShardClaims(staging.claims)
-        assert first.take("a")
-    assert namesake.is_held_elsewhere("a")
-    assert not namesake.take("a")
-    first.close()
-    namesake.close()
-
-
-def test_a_claim_that_a_crash_left_empty_is_taken_over_when_it_is_old(staging: Staging) -> None:
-    staging.claims.mkdir(parents=True)
-    path = staging.claims / "a.claim"
-    path.write_text("")
-    claims = ShardClaims(staging.claims, stale_seconds=90)
-    assert claims.is_held_elsewhere("a")
-    os.utime(path, (0, 0))
-    assert not claims.is_held_elsewhere("a")
-    assert claims.take("a")
-    claims.close()
-
-
-def test_a_dead_claim_that_another_host_takes_over_first_stays_with_that_host(
-    staging: Staging, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    foreign_claim(staging, age_seconds=100)
-    first, second = (ShardClaims(staging.claims, stale_seconds=90) for _ in range(2))
-    judge = second._is_free
-
-    def judge_slowly(*arguments):  # type: ignore[no-untyped-def]
-        found = judge(*arguments)
-        assert first.take("a")
-        return found
-
-    monkeypatch.setattr(second, "_is_free", judge_slowly)
-    assert not second.take("a")
-    assert first.is_mine("a")
-    first.close()
-    second.close()
-
-
 def test_a_claim_that_was_thought_lost_can_be_taken_again(
     queue: ShardQueue, staging: Staging, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shard = queue.take(0)
     assert shard == SHARDS[0]
     with monkeypatch.context() as away:
-        away.setattr(ShardClaims, "is_mine", lambda *_: False)
+        away.setattr(Claims, "is_mine", lambda *_: False)
         assert not queue.publish(0, finished(staging, shard), {})
     assert queue.take(0) == SHARDS[0]
 
@@ -167,11 +74,62 @@ def test_a_session_whose_claim_was_taken_over_publishes_nothing(staging: Staging
     shard = queue.take(0)
     assert shard is not None
     (staging.claims / f"{shard.file_name}.claim").unlink()
-    other = ShardClaims(staging.claims)
+    other = Claims(staging.claims)
     assert other.take(shard.file_name)
     assert not queue.publish(0, finished(staging, shard), {})
     assert not (staging.capture_folder / shard.file_name).exists()
     other.close()
+
+
+def test_a_file_that_a_dead_publisher_left_without_its_entry_is_replaced(
+    staging: Staging, queue: ShardQueue
+) -> None:
+    shard = queue.take(0)
+    assert shard is not None
+    staging.capture_folder.mkdir(parents=True)
+    (staging.capture_folder / shard.file_name).write_bytes(b"of a dead one")
+    assert queue.publish(0, finished(staging, shard), {})
+    assert (staging.capture_folder / shard.file_name).read_bytes() == b"states"
+
+
+def test_a_host_that_wakes_up_after_another_published_replaces_neither_shard_nor_entry(
+    staging: Staging,
+) -> None:
+    shard = SHARDS[0]
+    frozen, other = finished(staging, shard, "frozen"), finished(staging, shard, "other")
+    entries = [job.finished_entry(shard) for job in (frozen, other)]
+    assert entries[0] is not None
+    assert entries[1] is not None
+    theirs = entries[1].model_copy(update={"facts": {"by": "other"}})
+    assert staging.publish(shard, theirs, Path(other.folder))
+    (Path(frozen.folder) / shard.file_name).write_bytes(b"other bytes")
+    assert not staging.publish(shard, entries[0], Path(frozen.folder), lambda: True)
+    assert (staging.capture_folder / shard.file_name).read_bytes() == b"states"
+    assert staging.entry(shard) == theirs
+
+
+def test_a_host_that_wakes_up_between_file_and_entry_keeps_file_and_entry_together(
+    staging: Staging, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has linked its file, stands still, and writes its entry just before the one that took over."""
+    shard = SHARDS[0]
+    first, second = finished(staging, shard, "first"), finished(staging, shard, "second")
+    (Path(first.folder) / shard.file_name).write_bytes(b"first!")
+    mine, theirs = first.finished_entry(shard), second.finished_entry(shard)
+    assert mine is not None
+    assert theirs is not None
+    mine = mine.model_copy(update={"facts": {"by": "first"}})
+    staging.capture_folder.mkdir(parents=True)
+    os.link(Path(first.folder) / shard.file_name, staging.capture_folder / shard.file_name)
+
+    def wake_up(path: Path, content: str) -> bool:
+        assert write_new(path, mine.model_dump_json())
+        return write_new(path, content)
+
+    monkeypatch.setattr("eagle3_core.capture.shard_queue.write_new", wake_up)
+    assert not staging.publish(shard, theirs, Path(second.folder))
+    assert staging.entry(shard) == mine
+    assert (staging.capture_folder / shard.file_name).read_bytes() == b"first!"
 
 
 def test_a_shard_made_by_another_host_meanwhile_is_not_given(staging: Staging, queue: ShardQueue) -> None:

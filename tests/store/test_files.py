@@ -1,36 +1,24 @@
-"""Files appear whole or not at all, and a folder has one holder."""
+"""Files appear whole or not at all."""
 
 from __future__ import annotations
 
 import hashlib
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from eagle3_core.artifacts import FileEntry
-from eagle3_core.config import PROJECT_ROOT
 from eagle3_core.errors import StoreError
 from eagle3_core.store.files import (
     HashingWriter,
     atomic_file,
     file_entry,
     file_problem,
-    folder_lock,
     hash_file,
     remove_temporary_files,
     write_atomic,
+    write_new,
 )
-
-HOLD_LOCK = """
-import sys, time
-from pathlib import Path
-from eagle3_core.store.files import folder_lock
-with folder_lock(Path(sys.argv[1])):
-    print("held", flush=True)
-    time.sleep(600)
-"""
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
@@ -92,13 +80,26 @@ def test_leftovers_of_a_killed_writer_are_removed(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["keep.bin"]
 
 
-def test_a_held_folder_is_refused_with_its_holder_and_free_after_kill_9(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", HOLD_LOCK, str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=PROJECT_ROOT, text=True) as holder:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == "held\n"
-        with pytest.raises(StoreError, match=f"in use by another process.*{holder.pid}"):
-            folder_lock(tmp_path, wait_seconds=0).__enter__()
-        holder.kill()
-    with folder_lock(tmp_path, wait_seconds=5):
-        pass
+def test_of_several_that_write_a_new_file_one_succeeds(tmp_path: Path) -> None:
+    assert write_new(tmp_path / "a.txt", "first")
+    assert not write_new(tmp_path / "a.txt", "second")
+    assert (tmp_path / "a.txt").read_text() == "first"
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+
+
+def test_what_refuses_just_before_the_rename_leaves_the_old_file(tmp_path: Path) -> None:
+    write_atomic(tmp_path / "a.txt", "old")
+
+    def refuse() -> None:
+        assert (tmp_path / "a.txt").read_text() == "old"
+        raise StoreError("taken over")
+
+    with pytest.raises(StoreError, match="taken over"):
+        write_atomic(tmp_path / "a.txt", "new", before_rename=refuse)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+    assert (tmp_path / "a.txt").read_text() == "old"
+
+
+def test_a_temporary_file_that_another_process_removed_is_an_error_of_the_store(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="another process has taken"), atomic_file(tmp_path / "a.txt"):
+        remove_temporary_files(tmp_path)

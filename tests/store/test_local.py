@@ -53,7 +53,7 @@ def test_a_writer_goes_on_with_what_is_intact_and_drops_what_is_damaged(tmp_path
     (folder / ".tmp-c.1").write_text("half")
     with store.writer(PLAN) as writer:
         assert list(writer.files) == ["a"]
-    assert sorted(path.name for path in folder.iterdir()) == [".lock", "a", MANIFEST_NAME]
+    assert sorted(path.name for path in folder.iterdir()) == ["a", MANIFEST_NAME]
 
 
 def test_files_that_are_not_in_the_manifest_do_not_survive_completion(tmp_path: Path) -> None:
