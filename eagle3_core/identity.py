@@ -56,6 +56,16 @@ def prompt_hashes(config: RunConfig) -> list[str]:
         raise DataError(f"cannot read the prompts ({error})", remedy="check data.prompts") from error
 
 
+def prompt_facts(config: RunConfig) -> list[dict[str, str]]:
+    """Name and hash of each prompt file, for the manifest: names say what was meant and determine nothing.
+
+    Raises:
+        DataError: one does not exist or cannot be read.
+    """
+    pairs = zip(config.data.prompts, prompt_hashes(config), strict=True)
+    return [{"name": name, "sha256": digest} for name, digest in pairs]
+
+
 def plan_conversations(config: RunConfig, target: TargetInfo, engine_version: str) -> ArtifactPlan:
     """The target's own answers to the prompts."""
     generation = config.data.generation

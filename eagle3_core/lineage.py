@@ -1,32 +1,108 @@
-"""What made an artifact: its manifests' parents, down to the roots."""
+"""What made an artifact: a graph from it back to the prompt files and the target.
+
+    prompts ---+
+               +--> conversations --> dataset --> vocabulary --+
+    target  ---+                         |                     +--> checkpoint --> export --> benchmark
+       +------------------------------> capture ---------------+
+
+Everything is read from manifests, so a lineage outlives the runs that made it. An ancestor that was deleted
+is in the graph as `missing`, or `in trash` where it can still be restored; of a missing one nothing but its
+name is known, so the graph ends there.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from eagle3_core.artifacts import ArtifactRef, Manifest
 from eagle3_core.errors import StoreError
+from eagle3_core.host.run_folder import CONFIG_NAME
 from eagle3_core.store.local import LocalStore
 
+NodeState = Literal["complete", "partial", "in trash", "missing", "unreadable", "outside"]
+ID_SHOWN = 16
 
-class Lineage(BaseModel):
-    """One artifact and, by role, what it was made from."""
 
-    model_config = ConfigDict(frozen=True)
-    ref: ArtifactRef
-    state: str = Field(description="complete, partial, or `missing` where an ancestor was deleted.")
-    identity: dict[str, Any] = Field(default={}, description="What determined it.")
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Source(_Part):
+    """Something outside the store that an artifact was made from: a prompt file or the target."""
+
+    kind: Literal["prompts", "target"]
+    name: str | None = Field(description="As the profile named it; None where the manifest does not say.")
+    hash: str = Field(description="Of the prompt file's content, or the target's fingerprint.")
+    facts: dict[str, Any] = Field(default={}, description="Of the target: revision, dtype, quantisation.")
+
+    @property
+    def id(self) -> str:
+        """Its name in the graph."""
+        return f"{self.kind}/{self.hash[:ID_SHOWN]}"
+
+
+class Making(_Part):
+    """Who made an artifact, when, and with what."""
+
+    created_at: str
+    host: str
+    run_id: str | None
+    run_config: str | None = Field(description="The run's resolved configuration, where it still exists.")
+    git_commit: str | None = Field(description="Code version; `+changes` if tracked files differed from it.")
+    python: str
+    packages: dict[str, str]
+    seconds: float | None = Field(description="Time it took, in all attempts.")
+
+
+class LineageNode(_Part):
+    """One artifact, prompt file or target."""
+
+    id: str = Field(description="`KIND/ID`; of a source `prompts/HASH` or `target/FINGERPRINT`.")
+    kind: str
+    state: NodeState = Field(description="Of a source `outside`.")
+    name: str | None = Field(default=None, description="Of a source: its name in the profile.")
+    hash: str | None = Field(
+        default=None, description="Of a source its hash; of an artifact one over all its files."
+    )
     num_files: int = 0
     bytes: int = 0
-    created_at: str | None = None
-    host: str | None = None
-    run_id: str | None = None
-    git_commit: str | None = None
-    seconds: float | None = None
-    packages: dict[str, str] = {}
-    parents: dict[str, Lineage] = {}
+    identity: dict[str, Any] = Field(default={}, description="The settings and inputs that determined it.")
+    making: Making | None = None
+    problem: str | None = Field(default=None, description="Why its manifest cannot be read.")
+
+
+class LineageEdge(_Part):
+    """`child` was made from `parent`, which had this role."""
+
+    parent: str
+    child: str
+    role: str
+
+
+class Lineage(_Part):
+    """One artifact with everything that it was made from."""
+
+    format_version: Literal[1] = 1
+    artifact: str
+    store: str
+    nodes: tuple[LineageNode, ...] = Field(description="Ancestors before what was made from them.")
+    edges: tuple[LineageEdge, ...]
+
+    def node(self, name: str) -> LineageNode:
+        """The node of that id."""
+        return next(node for node in self.nodes if node.id == name)
+
+    def parents(self, name: str) -> dict[str, LineageNode]:
+        """What a node was made from, by role."""
+        return {edge.role: self.node(edge.parent) for edge in self.edges if edge.child == name}
+
+    @property
+    def missing(self) -> list[str]:
+        """Ancestors whose manifest is gone or unreadable: what they were made from is not known."""
+        return [node.id for node in self.nodes if node.state in ("missing", "unreadable")]
 
 
 def find_artifact(store: LocalStore, text: str) -> ArtifactRef:
@@ -40,39 +116,151 @@ def find_artifact(store: LocalStore, text: str) -> ArtifactRef:
         if store.find(ref) is None:
             raise StoreError(f"{ref} is not in {store.root}", remedy="set --store or --workspace")
         return ref
-    matches = [manifest.ref for manifest in store.list() if manifest.ref.id.startswith(text)]
+    matches = [ref for ref in store.refs() if ref.id.startswith(text)]
     if len(matches) != 1:
         found = ", ".join(str(ref) for ref in matches[:5]) or "none"
         raise StoreError(f"{len(matches)} artifacts in {store.root} begin with {text!r}: {found}")
     return matches[0]
 
 
-def trace(store: LocalStore, ref: ArtifactRef) -> Lineage:
+def trace(store: LocalStore, ref: ArtifactRef, workspace: Path | None = None) -> Lineage:
     """The artifact with all its ancestors.
 
-    Raises:
-        StoreError: a manifest cannot be read.
+    Args:
+        store: where the manifests are.
+        ref: the artifact.
+        workspace: where run folders may still lie.
     """
-    manifest = store.find(ref)
-    if manifest is None:
-        return Lineage(ref=ref, state="missing")
-    parents = {role: trace(store, parent) for role, parent in manifest.parents.items()}
-    return _lineage(manifest, parents)
-
-
-def _lineage(manifest: Manifest, parents: dict[str, Lineage]) -> Lineage:
-    made = manifest.provenance
+    tracer = _Tracer(store, workspace)
+    tracer.visit(ref)
     return Lineage(
-        ref=manifest.ref,
-        state=manifest.state,
-        identity={key: value for key, value in manifest.identity.items() if key != "made_from"},
-        num_files=len(manifest.files),
-        bytes=manifest.bytes,
-        created_at=made.created_at,
-        host=made.host,
-        run_id=made.run_id,
-        git_commit=made.git_commit,
-        seconds=made.seconds,
-        packages=made.packages,
-        parents=parents,
+        artifact=str(ref),
+        store=str(store.root),
+        nodes=tuple(tracer.nodes.values()),
+        edges=tuple(tracer.edges),
     )
+
+
+def sources(manifest: Manifest) -> dict[str, Source]:
+    """What an artifact was made from that lies in no store, by role."""
+    found: dict[str, Source] = {}
+    identity, facts = manifest.identity, manifest.facts
+    names = {file["sha256"]: file["name"] for file in facts.get("prompt_files", ())}
+    for number, digest in enumerate(identity.get("prompts", ())):
+        role = "prompts" if number == 0 else f"prompts {number + 1}"
+        found[role] = Source(kind="prompts", name=names.get(digest), hash=digest)
+    if isinstance(identity.get("target"), str):
+        about = {key: identity[key] for key in ("revision", "dtype", "quantization") if identity.get(key)}
+        found["target"] = Source(
+            kind="target", name=facts.get("target_model"), hash=identity["target"], facts=about
+        )
+    return found
+
+
+class _Tracer:
+    """Walks from an artifact to its roots; each node once."""
+
+    def __init__(self, store: LocalStore, workspace: Path | None) -> None:
+        self._store, self._workspace = store, workspace
+        self._trash = {entry.ref: entry for entry in store.trash().entries()}
+        self._visited: set[ArtifactRef] = set()
+        self.nodes: dict[str, LineageNode] = {}
+        self.edges: list[LineageEdge] = []
+
+    def visit(self, ref: ArtifactRef) -> None:
+        if ref in self._visited:
+            return
+        self._visited.add(ref)
+        manifest, state, problem = self._manifest(ref)
+        if manifest is None:
+            self.nodes[str(ref)] = LineageNode(id=str(ref), kind=ref.kind, state=state, problem=problem)
+            return
+        for role, source in sources(manifest).items():
+            self._add_source(source)
+            self.edges.append(LineageEdge(parent=source.id, child=str(ref), role=role))
+        for role, parent in sorted(manifest.parents.items()):
+            self.visit(parent)
+            self.edges.append(LineageEdge(parent=str(parent), child=str(ref), role=role))
+        self.nodes[str(ref)] = self._node(manifest, state)
+
+    def _manifest(self, ref: ArtifactRef) -> tuple[Manifest | None, NodeState, str | None]:
+        try:
+            manifest = self._store.find(ref)
+        except StoreError as error:
+            return None, "unreadable", str(error)
+        if manifest is not None:
+            return manifest, manifest.state, None
+        if ref in self._trash:
+            try:
+                return self._store.trash().manifest(self._trash[ref]), "in trash", None
+            except StoreError as error:
+                return None, "unreadable", str(error)
+        return None, "missing", None
+
+    def _add_source(self, source: Source) -> None:
+        """One that two artifacts share is known by the name that either of them gives."""
+        known = self.nodes.get(source.id)
+        self.nodes[source.id] = LineageNode(
+            id=source.id,
+            kind=source.kind,
+            state="outside",
+            name=source.name or (known.name if known else None),
+            hash=source.hash,
+            identity=source.facts,
+        )
+
+    def _node(self, manifest: Manifest, state: NodeState) -> LineageNode:
+        return LineageNode(
+            id=str(manifest.ref),
+            kind=manifest.ref.kind,
+            state=state,
+            hash=manifest.content,
+            num_files=len(manifest.files),
+            bytes=manifest.bytes,
+            identity={key: value for key, value in manifest.identity.items() if key != "made_from"},
+            making=self._making(manifest),
+        )
+
+    def _making(self, manifest: Manifest) -> Making:
+        made = manifest.provenance
+        config = (
+            self._workspace / "runs" / made.run_id / CONFIG_NAME if self._workspace and made.run_id else None
+        )
+        return Making(
+            created_at=made.created_at,
+            host=made.host,
+            run_id=made.run_id,
+            run_config=str(config) if config and config.is_file() else None,
+            git_commit=made.git_commit,
+            python=made.python,
+            packages=made.packages,
+            seconds=made.seconds,
+        )
+
+
+def to_dot(lineage: Lineage) -> str:
+    """The graph for Graphviz (`dot -Tsvg`); the same text for the same lineage."""
+    lines = ["digraph lineage {", "  rankdir=LR;", '  node [shape=box, fontname="sans-serif"];']
+    for node in sorted(lineage.nodes, key=lambda node: node.id):
+        style = {"outside": ", style=rounded", "complete": ""}.get(node.state, ", style=dashed")
+        lines.append(f"  {_quoted(node.id)} [label={_quoted(_label(node))}{style}];")
+    for edge in sorted(lineage.edges, key=lambda edge: (edge.parent, edge.child, edge.role)):
+        lines.append(f"  {_quoted(edge.parent)} -> {_quoted(edge.child)} [label={_quoted(edge.role)}];")
+    return "\n".join([*lines, "}", ""])
+
+
+def _label(node: LineageNode) -> str:
+    parts = [node.id]
+    if node.name:
+        parts.append(node.name)
+    if node.state not in ("complete", "outside"):
+        parts.append(node.state)
+    if node.making:
+        parts += [f"{node.num_files} files, {node.bytes:,} bytes", node.making.created_at]
+    return "\n".join(parts)
+
+
+def _quoted(text: str) -> str:
+    """A quoted string of the DOT language."""
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return f'"{escaped}"'

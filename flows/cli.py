@@ -121,13 +121,22 @@ def runs(workspace: WorkspaceOption = "workspace") -> None:
 def lineage(
     artifact: Annotated[str, typer.Argument(help="KIND/ID as in `eagle3 plan`, or the id alone.")],
     workspace: WorkspaceOption = "workspace",
-    store: Annotated[str | None, typer.Option(help="Store root; default `store` in the workspace.")] = None,
-    as_json: JsonOption = False,
+    store: StoreOption = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON: `nodes` and `edges`, as docs/store.md says.")
+    ] = False,
+    as_dot: Annotated[bool, typer.Option("--dot", help="Print a graph for Graphviz.")] = False,
 ) -> None:
-    """What made this artifact: every ancestor with what determined it."""
-    from flows.views import show_lineage
+    """What made this artifact: every ancestor down to the prompt files and the target.
 
-    show_lineage(workspace, store, artifact, as_json)
+    Of each: the settings that determined it, run, code version and environment.
+    """
+    from eagle3_core.store.open import open_root
+    from flows.lineage_view import show_lineage
+
+    if as_json and as_dot:
+        raise ConfigError("--json and --dot exclude each other")
+    show_lineage(open_root(store, workspace), workspace, artifact, as_json, as_dot)
 
 
 @app.command()

@@ -9,15 +9,12 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-from rich.tree import Tree
 
 from eagle3_core.config import STAGES, RunConfig, Stage, resolve_path
 from eagle3_core.estimate import ArtifactEstimate, RunEstimate, check_space, estimate_run
 from eagle3_core.host.run_folder import RunFolder, RunRecord, find_run, list_runs
-from eagle3_core.lineage import Lineage, find_artifact, trace
 from eagle3_core.planning import plan_run
 from eagle3_core.report.summary import RunSummary, summarise
-from eagle3_core.store.local import LocalStore
 from eagle3_core.store.open import open_store
 
 STATE_STYLE = {
@@ -66,17 +63,6 @@ def show_runs(workspace: str) -> None:
             highlight=False,
             soft_wrap=True,
         )
-
-
-def show_lineage(workspace: str, store_root: str | None, name: str, as_json: bool) -> None:
-    """Print an artifact and everything that it was made from."""
-    root = resolve_path(store_root) if store_root else resolve_path(workspace) / "store"
-    store = LocalStore(root)
-    lineage = trace(store, find_artifact(store, name))
-    if as_json:
-        _print_json(lineage.model_dump(mode="json"))
-    else:
-        Console().print(_lineage_tree(lineage, Tree(_lineage_label(lineage)), {str(lineage.ref)}))
 
 
 def summary_lines(run: RunFolder, summary: RunSummary | None = None) -> Iterator[str]:
@@ -166,31 +152,6 @@ def _stage_table(record: RunRecord) -> Table:
         seconds = "" if stage.seconds is None else f"{stage.seconds:.1f}"
         table.add_row(stage.stage, f"[{style}]{stage.state}[/]", seconds, escape(stage.message))
     return table
-
-
-def _lineage_tree(lineage: Lineage, tree: Tree, shown: set[str]) -> Tree:
-    """The parents below `tree`; an ancestor that two children share is spelled out once."""
-    for role, parent in lineage.parents.items():
-        if str(parent.ref) in shown:
-            tree.add(f"[dim]{role}[/] [bold]{parent.ref}[/] as above")
-            continue
-        shown.add(str(parent.ref))
-        _lineage_tree(parent, tree.add(f"[dim]{role}[/] {_lineage_label(parent)}"), shown)
-    return tree
-
-
-def _lineage_label(lineage: Lineage) -> str:
-    lines = [f"[bold]{lineage.ref}[/] {lineage.state}"]
-    if lineage.state != "missing":
-        lines[0] += f", {lineage.num_files} files, {format_bytes(lineage.bytes)}"
-        lines.append(f"[dim]made {lineage.created_at} by {lineage.run_id} at {lineage.git_commit}[/]")
-    lines += [f"{key}: {_plain(value)}" for key, value in sorted(lineage.identity.items())]
-    return "\n".join(lines)
-
-
-def _plain(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value)
-    return escape(text)
 
 
 def _print_json(document: Any) -> None:

@@ -28,7 +28,7 @@ from eagle3_core.data.samples import (
 from eagle3_core.data.template import ChatTemplate, load_chat_template
 from eagle3_core.data.vocabulary import answer_counts, build_vocabulary, save_vocabulary
 from eagle3_core.errors import DataError
-from eagle3_core.identity import prompt_files, prompt_hashes
+from eagle3_core.identity import prompt_facts, prompt_files, prompt_hashes
 from eagle3_core.step import Progress
 from eagle3_core.store.dataset import DATASET_FILE, Sample, content_hash, read_dataset, write_dataset
 from eagle3_core.store.files import atomic_file
@@ -124,6 +124,8 @@ class _Preparation:
                 rejected=[r.model_dump() for r in (*found.rejected, *made.rejected)],
                 num_left_out=found.num_left_out,
                 num_replaced_answers=found.num_replaced_answers,
+                prompt_files=prompt_facts(config),
+                target_model=config.target.model,
                 num_answer_tokens=sum(len(a.token_ids) for c in conversations for a in c.answers),
                 generated_tokens_per_second=self._speed()["generated_tokens_per_second"],
             )

@@ -18,7 +18,9 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Protocol
 
-from eagle3_core.artifacts import ARTIFACT_KINDS, ID_LENGTH, ArtifactRef
+from pydantic import ValidationError
+
+from eagle3_core.artifacts import ARTIFACT_KINDS, ID_LENGTH, ArtifactRef, Manifest
 from eagle3_core.errors import StoreError
 from eagle3_core.store.files import LOCK_NAME, is_lock_file, sync_folder
 from eagle3_core.store.local import MANIFEST_NAME, LocalStore
@@ -72,6 +74,10 @@ class Trash(Protocol):
         """What can be restored, oldest first."""
         ...
 
+    def manifest(self, entry: TrashEntry) -> Manifest:
+        """The manifest of an artifact in the trash."""
+        ...
+
     def restore(self, entry: TrashEntry) -> None:
         """Put an artifact back."""
         ...
@@ -112,6 +118,18 @@ class FolderTrash:
         return [
             TrashEntry(entry.ref, entry.moved_at, _size(path)) for path, entry in found if entry is not None
         ]
+
+    def manifest(self, entry: TrashEntry) -> Manifest:
+        """The manifest of an artifact in the trash.
+
+        Raises:
+            StoreError: it cannot be read.
+        """
+        path = self._root / entry.name / MANIFEST_NAME
+        try:
+            return Manifest.model_validate_json(path.read_bytes())
+        except (OSError, ValidationError) as error:
+            raise StoreError(f"the manifest {path} cannot be read ({error})") from error
 
     def restore(self, entry: TrashEntry) -> None:
         """Put an artifact back.

@@ -30,6 +30,7 @@ from eagle3_core.contracts import (
     VerifyResult,
 )
 from eagle3_core.errors import DataError
+from eagle3_core.identity import prompt_facts
 from eagle3_core.step import Progress
 from eagle3_core.store.dataset import DATASET_FILE, Sample, content_hash, write_dataset
 from eagle3_core.store.files import file_entry, write_atomic
@@ -139,7 +140,7 @@ def _prepare(spec: StepSpec, progress: Progress) -> PrepareResult:
     )
     with _writer(spec, "conversations") as writer:
         _write_text(writer, "conversations.jsonl")
-        writer.complete()
+        writer.complete(prompt_files=prompt_facts(spec.config), target_model=spec.config.target.model)
     with _writer(spec, "dataset") as writer:
         write_dataset(writer.folder / DATASET_FILE, samples)
         writer.complete([writer.folder / DATASET_FILE], content_hash=digest)

@@ -166,15 +166,17 @@ def test_the_summary_of_the_run_has_its_figures(scene):
     assert (run.path / "report.html").stat().st_size > 10000
 
 
-def test_the_lineage_of_the_benchmark_ends_at_the_conversations(scene, eagle3_command):
+def test_the_lineage_of_the_benchmark_ends_at_the_prompts_and_the_target(scene, eagle3_command):
     plan = plan_run(scene.config)
     lineage = trace(LocalStore(scene.config.store_path), plan.artifacts["benchmark"].ref)
-    capture = lineage.parents["export"].parents["checkpoint"].parents["capture"]
+    capture = lineage.node(str(plan.artifacts["capture"].ref))
     assert capture.identity["aux_layer_ids"] == [2, 4, 5]
-    assert capture.parents["dataset"].parents["conversations"].ref.kind == "conversations"
-    done = eagle3_command("lineage", str(lineage.ref), "--workspace", str(scene.config.workspace_path))
+    assert {node.name for node in lineage.nodes if node.state == "outside"} == {
+        *scene.config.data.prompts, scene.config.target.model
+    }  # fmt: skip
+    done = eagle3_command("lineage", lineage.artifact, "--workspace", str(scene.config.workspace_path))
     assert done.returncode == EXIT_OK
-    assert f"capture {capture.ref}" in done.stdout
+    assert f"capture {capture.id}" in done.stdout
 
 
 def test_a_second_run_reuses_everything_and_starts_no_step(scene):
