@@ -40,6 +40,10 @@ class Call(Generic[T]):
         """Ask the coroutine to end; it still cleans up after itself."""
         self._loop.call_soon_threadsafe(lambda: self._task.cancel() if self._task else None)
 
+    def wait(self) -> None:
+        """Wait for the end of a cancelled coroutine, which cleans up after itself, but not for ever."""
+        self._ended.wait(CANCEL_SECONDS)
+
     def when_ended(self, then: Callable[[], None]) -> None:
         """Call `then` in the loop's thread as soon as the coroutine has ended."""
         self._loop.call_soon_threadsafe(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,6 +46,11 @@ class LocalStore:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+
+    @property
+    def place(self) -> str:
+        """Where the artifacts are, as a person names it."""
+        return str(self.root)
 
     def folder(self, ref: ArtifactRef) -> Path:
         """Where an artifact's files lie."""
@@ -120,7 +125,7 @@ class LocalStore:
         manifest = self.find(ref)
         if manifest is None or manifest.state != "complete":
             what = "is not in" if manifest is None else "is not complete in"
-            raise StoreError(f"{ref} {what} {self.root}", remedy="run the stage that makes it")
+            raise StoreError(f"{ref} {what} {self.place}", remedy="run the stage that makes it")
         return manifest
 
     def is_intact(self, ref: ArtifactRef) -> bool:
@@ -217,6 +222,15 @@ class ArtifactWriter:
         """
         self.files[entry.path] = entry
         self._write("partial", seconds)
+
+    def save_progress(self, position: int, files: Sequence[str], growing: Sequence[str] = ()) -> None:
+        """Say which files of the folder a resume needs: a store in a bucket takes them in the background.
+
+        Args:
+            position: grows from save to save, e.g. optimizer steps.
+            files: names of files that are replaced whole, never changed, in the order of writing.
+            growing: names of files that are appended to.
+        """
 
     def complete(self, files: Iterable[Path] = (), seconds: float | None = None, **facts: Any) -> Manifest:
         """Hash `files`, add them and mark the artifact complete; nothing may be written after.

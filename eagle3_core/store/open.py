@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from eagle3_core.config import RunConfig, local_root, resolve_path
+from eagle3_core.config import ObjectRoot, RunConfig, local_root, resolve_path
 from eagle3_core.errors import ConfigError
 from eagle3_core.sections import ObjectStoreConfig
 from eagle3_core.store.local import LocalStore
+from eagle3_core.store.remote import RemoteStore
 
 
 def open_store(config: RunConfig) -> LocalStore:
@@ -34,4 +35,6 @@ def _open(root: str | None, workspace: Path, settings: ObjectStoreConfig) -> Loc
         folder = local_root(root, workspace)
     except ValueError as error:
         raise ConfigError(f"the store {root} cannot be opened: {error}") from error
-    return LocalStore(folder)
+    if root is None or "://" not in root:
+        return LocalStore(folder)
+    return RemoteStore(ObjectRoot.parse(root), folder, settings)

@@ -1,0 +1,175 @@
+"""Notes and trash of a store in a bucket.
+
+A bucket cannot move folders, so only an artifact's manifest goes to the trash: without it nobody sees the
+artifact, and its other objects stay where they are until it is purged or restored.
+
+    trash/<time>-<kind>-<id>     the manifest of an artifact in the trash
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from eagle3_core.artifacts import ArtifactRef, Manifest
+from eagle3_core.errors import FolderInUseError, StoreError
+from eagle3_core.store.lease import LEASE_NAME, hold_lease
+from eagle3_core.store.local import MANIFEST_NAME
+from eagle3_core.store.objects import ObjectClient
+from eagle3_core.store.trash import TRASH, TrashEntry
+from eagle3_core.store.uploads import abort_uploads
+
+
+class ObjectNotes:
+    """Notes as small objects below one prefix; ages are the server's."""
+
+    def __init__(self, client: ObjectClient, place: str) -> None:
+        self._client, self._place = client, place
+
+    def write(self, name: str, text: str) -> None:
+        """Replace a note in one step."""
+        self._client.put_bytes(self._key(name), text.encode())
+
+    def read(self, name: str) -> str | None:
+        """Its text, or None."""
+        found = self._client.get_bytes(self._key(name))
+        return found[0].decode() if found else None
+
+    def ages(self) -> dict[str, float]:
+        """Names of all notes, and the seconds since each was written or touched."""
+        keys = sorted(self._client.list(self._key("")))
+        ages: dict[str, float] = {}
+        for key, facts in zip(keys, self._client.heads(keys), strict=True):
+            if isinstance(facts, StoreError):
+                raise facts
+            if facts is not None:
+                ages[key[len(self._key("")) :]] = facts.age_seconds
+        return ages
+
+    def touch(self, name: str) -> None:
+        """Make a note young again."""
+        text = self.read(name)
+        if text is not None:
+            self.write(name, text)
+
+    def remove(self, name: str) -> None:
+        """Remove a note, if it is there."""
+        self._client.delete([self._key(name)])
+
+    def _key(self, name: str) -> str:
+        return f"{self._place}/{name}"
+
+
+class ObjectTrash:
+    """The trash of a store in a bucket.
+
+    Args:
+        client: of the bucket.
+        mirror: the store's local mirror; what is purged leaves it too.
+    """
+
+    def __init__(self, client: ObjectClient, mirror: Path) -> None:
+        self._client, self._mirror = client, mirror
+
+    def put(self, ref: ArtifactRef, size: int) -> TrashEntry:
+        """Take an artifact's manifest away, under its lease: at once nobody sees the artifact.
+
+        Raises:
+            FolderInUseError: somebody writes it.
+            StoreError: it is not there.
+        """
+        entry = TrashEntry.of(ref, size)
+        with hold_lease(self._client, str(ref), wait_seconds=0.0) as lease:
+            found = self._client.get_bytes(f"{ref}/{MANIFEST_NAME}")
+            if found is None:
+                raise StoreError(f"{ref} is not in {self._client.root}", remedy="nothing is left to move")
+            self._client.put_bytes(f"{TRASH}/{entry.name}", found[0])
+            lease.check()
+            self._client.delete([f"{ref}/{MANIFEST_NAME}"])
+        return entry
+
+    def entries(self) -> list[TrashEntry]:
+        """What can be restored, oldest first; bytes as the manifests say.
+
+        A manifest that lies both here and in its place, because a crash came between, is in its place.
+        """
+        keys = sorted(self._client.list(f"{TRASH}/"))
+        texts = self._client.get_many(keys)
+        found = (
+            TrashEntry.parse(key.removeprefix(f"{TRASH}/"), _bytes(text))
+            for key, text in zip(keys, texts, strict=True)
+            if text is not None
+        )
+        return [entry for entry in found if entry is not None]
+
+    def manifest(self, entry: TrashEntry) -> Manifest:
+        """The manifest of an artifact in the trash.
+
+        Raises:
+            StoreError: it cannot be read.
+        """
+        key = f"{TRASH}/{entry.name}"
+        found = self._client.get_bytes(key)
+        try:
+            return Manifest.model_validate_json(found[0] if found else b"")
+        except ValidationError as error:
+            url, reason = self._client.url(key), " ".join(str(error).split())
+            raise StoreError(f"the manifest {url} cannot be read ({reason})") from error
+
+    def restore(self, entry: TrashEntry) -> None:
+        """Put an artifact's manifest back.
+
+        Raises:
+            StoreError: it has been made again meanwhile, or is gone from the trash.
+        """
+        key = f"{TRASH}/{entry.name}"
+        found = self._client.get_bytes(key)
+        if found is None:
+            raise StoreError(
+                f"{entry.name} is not in the trash of {self._client.root}", remedy="`eagle3 gc` lists what is"
+            )
+        with hold_lease(self._client, str(entry.ref), wait_seconds=0.0):
+            if self._client.head(f"{entry.ref}/{MANIFEST_NAME}") is not None:
+                raise StoreError(
+                    f"{entry.ref} is in {self._client.root} again", remedy="move that one to the trash first"
+                )
+            self._client.put_bytes(f"{entry.ref}/{MANIFEST_NAME}", found[0])
+            self._client.delete([key])
+
+    def purge(self, entry: TrashEntry) -> None:
+        """Remove an artifact for good: its objects, then its name in the trash.
+
+        Of one that is in its place again only the name in the trash goes: the objects may be in use.
+
+        Raises:
+            StoreError: they cannot be removed, or somebody writes the artifact.
+        """
+        with hold_lease(self._client, str(entry.ref), wait_seconds=0.0) as lease:
+            others = [one for one in self.entries() if one.ref == entry.ref and one.name != entry.name]
+            if not others and self._client.head(f"{entry.ref}/{MANIFEST_NAME}") is None:
+                self._client.run(abort_uploads(self._client, f"{entry.ref}/"))
+                lease.check()
+                keys = self._client.list(f"{entry.ref}/")
+                self._client.delete([key for key in keys if key != f"{entry.ref}/{LEASE_NAME}"])
+                shutil.rmtree(self._mirror / entry.ref.kind / entry.ref.id, ignore_errors=True)
+            self._client.delete([f"{TRASH}/{entry.name}"])
+
+    def finish(self) -> None:
+        """Take away the trash names of artifacts that a crash, or a new making, has left in their place."""
+        for entry in self.entries():
+            if self._client.head(f"{entry.ref}/{MANIFEST_NAME}") is None:
+                continue
+            try:
+                with hold_lease(self._client, str(entry.ref), wait_seconds=0.0):
+                    self._client.delete([f"{TRASH}/{entry.name}"])
+            except FolderInUseError:
+                continue
+
+
+def _bytes(text: bytes | None) -> int:
+    try:
+        return Manifest.model_validate_json(text or b"").bytes
+    except ValidationError:
+        return 0

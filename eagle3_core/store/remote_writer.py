@@ -1,0 +1,182 @@
+"""Writes one artifact of a bucket: files into the mirror, their uploads in the background, manifests last."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from eagle3_core.artifacts import ArtifactPlan, FileEntry, Manifest
+from eagle3_core.errors import StoreError
+from eagle3_core.store.files import file_entry, file_problem
+from eagle3_core.store.lease import LEASE_NAME
+from eagle3_core.store.local import MANIFEST_NAME, ArtifactWriter, strangers
+from eagle3_core.store.progress import Progress
+from eagle3_core.store.uploader import Uploader
+
+if TYPE_CHECKING:
+    from eagle3_core.store.remote import RemoteStore
+
+logger = logging.getLogger(__name__)
+
+
+class Hold(Protocol):
+    """Something that this process must still hold whenever it writes a manifest."""
+
+    def check(self) -> None:
+        """Raise `FolderInUseError` if another process has taken it over."""
+        ...
+
+
+class RemoteWriter(ArtifactWriter):
+    """As `ArtifactWriter`; used inside `RemoteStore.writer`.
+
+    `files` starts from what the bucket holds, proven, and what lies intact in the mirror, which is uploaded
+    again. A file that was recorded may not be changed until the block ends.
+    """
+
+    def __init__(
+        self,
+        store: RemoteStore,
+        plan: ArtifactPlan,
+        found: Manifest | None,
+        run_id: str | None,
+        holds: Sequence[Hold],
+    ) -> None:
+        self.folder, self.ref = store.folder(plan.ref), plan.ref
+        self._store, self._plan, self._run_id = store, plan, run_id
+        self._lock = _All(holds)  # type: ignore[assignment]
+        self._putting = threading.Lock()
+        mirrored = store.mirrored(plan.ref)
+        latest = found or mirrored
+        self.earlier_seconds = (latest.provenance.seconds or 0.0) if latest else 0.0
+        self.facts: dict[str, Any] = dict(latest.facts) if latest else {}
+        bad = store.problems(found) if found else {}
+        self._proven = {
+            entry.path: entry for entry in (found.files if found else ()) if entry.path not in bad
+        }
+        self.is_complete = found is not None and found.state == "complete" and not bad
+        known = [*(found.files if found else ()), *(mirrored.files if mirrored else ())]
+        local = {entry.path: entry for entry in known if entry.path not in self._proven}
+        intact = [entry for entry in local.values() if not file_problem(self.folder, entry)]
+        for path in bad.keys() - {entry.path for entry in intact}:
+            (self.folder / path).unlink(missing_ok=True)
+        self.files: dict[str, FileEntry] = self._proven | {entry.path: entry for entry in intact}
+        self._latest = latest
+        self._uploader = Uploader(store.client, int(store.settings.upload_backlog_bytes), self._take_proven)
+        self.progress = Progress(store.client, self.folder, str(self.ref))
+        if not self.is_complete:
+            self._begin(intact)
+
+    def _begin(self, intact: Sequence[FileEntry]) -> None:
+        try:
+            self.progress.fetch()
+            if intact:
+                self._latest = self._write("partial", None)
+            for entry in intact:
+                self._upload(entry)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes of recorded files that wait for their upload or its proof."""
+        return self._uploader.waiting_bytes
+
+    def record(self, entry: FileEntry, seconds: float | None = None) -> None:
+        """Add a finished file and begin its upload; waits while the backlog is full.
+
+        Raises:
+            FolderInUseError: another process has taken the artifact over.
+            StoreError: an earlier upload has failed.
+        """
+        self.files[entry.path] = entry
+        self._latest = self._write("partial", seconds)
+        self._upload(entry)
+
+    def save_progress(self, position: int, files: Sequence[str], growing: Sequence[str] = ()) -> None:
+        """Put what a resume needs in the bucket, in the background, so that another host can go on."""
+        self.progress.save(position, files, growing)
+
+    def complete(self, files: Iterable[Path] = (), seconds: float | None = None, **facts: Any) -> Manifest:
+        """Hash and upload `files`, wait until the bucket holds everything, and mark the artifact complete.
+
+        Raises:
+            FolderInUseError: another process has taken the artifact over.
+            StoreError: an upload has failed.
+        """
+        for path in files:
+            entry = file_entry(self.folder, path)
+            self.files[entry.path] = entry
+            self._latest = self._write("partial", seconds)
+            self._upload(entry)
+        self.facts |= facts
+        self.drain()
+        self.progress.close()
+        self.files = {path: self._proven[path] for path in self.files}
+        manifest = self._write("complete", seconds)
+        self._put(manifest)
+        # Not before: as long as the manifest does not say complete, a resume needs these files.
+        for path in strangers(self.folder, manifest):
+            path.unlink(missing_ok=True)
+        self._remove_strange_objects(manifest)
+        return manifest
+
+    def drain(self) -> None:
+        """Wait until all that was recorded is in the bucket.
+
+        Raises:
+            StoreError: an upload has failed.
+        """
+        self._uploader.drain()
+
+    def close(self) -> None:
+        """Cancel what is on its way; nothing of it stays in the bucket."""
+        self._uploader.close()
+        self.progress.close()
+
+    def _upload(self, entry: FileEntry) -> None:
+        self._uploader.add(self.folder / entry.path, f"{self.ref}/{entry.path}", entry)
+
+    def _take_proven(self, entries: Sequence[FileEntry]) -> None:
+        """Name proven files in the bucket's manifest; then the local copies of shards may go."""
+        for entry in entries:
+            self._proven[entry.path] = entry
+            if entry.path in self.files:
+                self.files[entry.path] = entry
+        assert self._latest is not None
+        proven = tuple(self._proven[path] for path in sorted(self._proven) if path in self.files)
+        self._put(self._latest.model_copy(update={"state": "partial", "files": proven}))
+        if self.ref.kind == "capture":
+            for entry in entries:
+                (self.folder / entry.path).unlink(missing_ok=True)
+
+    def _put(self, manifest: Manifest) -> None:
+        with self._putting:
+            self._lock.check()
+            content = manifest.model_dump_json(indent=1).encode()
+            self._store.client.put_bytes(f"{self.ref}/{MANIFEST_NAME}", content)
+
+    def _remove_strange_objects(self, manifest: Manifest) -> None:
+        """Remove what the complete manifest does not name; if that fails it is only space."""
+        keep = {MANIFEST_NAME, LEASE_NAME, *(entry.path for entry in manifest.files)}
+        cut = len(f"{self.ref}/")
+        try:
+            keys = [key for key in self._store.client.list(f"{self.ref}/") if key[cut:] not in keep]
+            self._store.client.delete(keys)
+        except StoreError as error:
+            logger.warning("objects that %s does not name stay in the bucket: %s", self.ref, error)
+
+
+class _All:
+    """Several holds as one."""
+
+    def __init__(self, holds: Sequence[Hold]) -> None:
+        self._holds = holds
+
+    def check(self) -> None:
+        for hold in self._holds:
+            hold.check()
