@@ -44,8 +44,8 @@ from eagle3_core.store.uses import RunUse
 from eagle3_core.target.locate import fetch_spec, is_builtin, target_folder
 
 NOT_RETRIED = {
-    "BenchmarkError", "ConfigError", "DataError", "ExportError", "HostError", "ProbeError", "TargetError",
-    "VerificationError",
+    "BenchmarkError", "ConfigError", "DataError", "ExportError", "HostError", "ObjectAccessError",
+    "ProbeError", "TargetError", "VerificationError",
 }  # fmt: skip
 """Errors that a second attempt would only repeat."""
 MAX_LISTED = 8
@@ -83,6 +83,7 @@ class StageError(Eagle3Error):
         text = str(cause) if isinstance(cause, Eagle3Error) else f"{type(cause).__name__}: {cause}"
         super().__init__(f"stage {stage} failed: {text}")
         self.exit_code = cause.exit_code if isinstance(cause, Eagle3Error) else EXIT_BUG
+        self.details = dict(cause.details) if isinstance(cause, Eagle3Error) else {}
 
     @property
     def may_pass_next_time(self) -> bool:

@@ -31,6 +31,8 @@ from eagle3_core.host.process import engine_interpreter, run_step
 from eagle3_core.identity import draft_vocab_size, prompt_files
 from eagle3_core.memory import check_gpus, check_host, need_on_gpu, need_on_host
 from eagle3_core.sections import CAPTURE_MARGIN_TOKENS, SGLANG_MARGIN_TOKENS, EngineConfig
+from eagle3_core.store.open import open_store
+from eagle3_core.store.remote import RemoteStore
 from eagle3_core.target.fingerprint import TOKENIZER_VOCABULARIES
 from eagle3_core.target.info import TargetInfo, inspect_target
 from eagle3_core.target.layers import resolve_aux_layer_ids
@@ -178,8 +180,16 @@ def _check_disk(config: RunConfig) -> str:
 
 def _check_workspace(config: RunConfig) -> str:
     check_writable(config.workspace_path, "workspace")
-    check_writable(config.store_path, "store")
-    return f"{config.workspace_path} and {config.store_path} can be written"
+    return f"{config.workspace_path} can be written"
+
+
+def _check_store(config: RunConfig) -> str:
+    """Write into the store; one in a bucket is written, read and deleted as uploads do it."""
+    check_writable(config.store_path, "workspace" if config.object_root else "store")
+    store = open_store(config)
+    if isinstance(store, RemoteStore):
+        return store.check_writable()
+    return f"{config.store_path} can be written"
 
 
 def _check_engine(config: RunConfig) -> str:
@@ -316,5 +326,6 @@ CHECKS: dict[str, Callable[[RunConfig], str]] = {
     "gpu memory": _check_gpu_memory,
     "disk": _check_disk,
     "folders": _check_workspace,
+    "store": _check_store,
     "ports": _check_ports,
 }

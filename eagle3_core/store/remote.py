@@ -33,13 +33,13 @@ from eagle3_core.config import ObjectRoot
 from eagle3_core.errors import ObjectStoreError, StoreError
 from eagle3_core.host.process_tree import ProcessId
 from eagle3_core.sections import ObjectStoreConfig
-from eagle3_core.store.files import file_problem, remove_temporary_files, write_atomic
+from eagle3_core.store.files import file_entry, file_problem, remove_temporary_files, write_atomic
 from eagle3_core.store.lease import hold_lease
 from eagle3_core.store.local import MANIFEST_NAME, LocalStore
 from eagle3_core.store.locks import folder_lock
 from eagle3_core.store.objects import ObjectClient
 from eagle3_core.store.remote_writer import RemoteWriter
-from eagle3_core.store.uploads import abort_uploads, object_problem
+from eagle3_core.store.uploads import abort_uploads, object_problem, try_parts, upload
 
 if TYPE_CHECKING:
     from eagle3_core.store.notes import Notes
@@ -116,6 +116,10 @@ class RemoteStore(LocalStore):
         """
         return self.client.read_range(object_key(ref, path), start, length)
 
+    def read_into(self, ref: ArtifactRef, path: str, start: int, block: memoryview) -> None:
+        """As `read_range`, into memory of the caller, which is filled."""
+        block[:] = self.read_range(ref, path, start, len(block))
+
     def find(self, ref: ArtifactRef) -> Manifest | None:
         """The bucket's manifest, partial or complete, or None.
 
@@ -159,6 +163,27 @@ class RemoteStore(LocalStore):
         """Names of all artifacts that have a manifest, read or not."""
         matches = (MANIFEST_KEY.match(key) for key in sorted(self.client.list("")))
         return tuple(ArtifactRef.parse(match[1]) for match in matches if match)
+
+    def check_writable(self) -> str:
+        """Upload, read and delete a small object, and begin and abort an upload in parts.
+
+        Raises:
+            ObjectStoreError: what is wrong, in one line: credentials, bucket, permission, server or checksum.
+        """
+        name = f".write-test-{uuid.uuid4().hex}"
+        path = self._scratch() / name
+        try:
+            write_atomic(path, name)
+            entry = self.client.run(upload(self.client, path, name, file_entry(path.parent, path)))
+            if problem := object_problem(self.client.url(name), entry, self.client.head(name)):
+                raise ObjectStoreError(problem, remedy="use a server that keeps what it is given")
+            self.client.get_file(name, path, entry.bytes, entry.xxh3_128)
+            self.client.run(try_parts(self.client, name))
+            self.client.delete([name])
+        finally:
+            path.unlink(missing_ok=True)
+        server = self.settings.endpoint_url or "the endpoint of the environment"
+        return f"{self.place} at {server} can be written; uploads are proven by {self.settings.checksum}"
 
     def trash(self) -> Trash:
         """Where artifacts go before they are removed for good."""

@@ -154,12 +154,8 @@ async def _put_parts(
 ) -> str | None:
     """A multipart upload; returns the expected proof."""
     await abort_uploads(client, key)
-    algorithm = {"ChecksumAlgorithm": "SHA256"} if client.settings.checksum == "sha256" else {}
     try:
-        created = await client.request(
-            "create_multipart_upload", key, Metadata={HASH_METADATA: entry.xxh3_128}, **algorithm
-        )
-        upload_id = created["UploadId"]
+        upload_id = await _create(client, key, entry.xxh3_128)
         sent = await _all([partial(_put_part, client, path, key, upload_id, part) for part in parts])
         await _complete(client, key, upload_id, sent)
     except BaseException:
@@ -167,6 +163,21 @@ async def _put_parts(
         raise
     digests = [one.digest for one in sent]
     return _expected(digests, is_whole=False, checksum=client.settings.checksum)
+
+
+async def _create(client: ObjectClient, key: str, xxh3_128: str) -> str:
+    algorithm = {"ChecksumAlgorithm": "SHA256"} if client.settings.checksum == "sha256" else {}
+    metadata = {HASH_METADATA: xxh3_128}
+    created = await client.request("create_multipart_upload", key, Metadata=metadata, **algorithm)
+    return created["UploadId"]
+
+
+async def try_parts(client: ObjectClient, key: str) -> None:
+    """Begin and abort an upload in parts, to see that it is permitted."""
+    try:
+        await _create(client, key, "0" * 32)
+    finally:
+        await abort_uploads(client, key)
 
 
 async def _all(operations: Sequence[partial[Any]]) -> list[Any]:
