@@ -8,6 +8,7 @@ memory; there is no file for a sample.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING
 from eagle3_core.capture.job import MAX_SHARDS_IN_FLIGHT, CaptureJob
 from eagle3_core.errors import CaptureError
 from eagle3_core.store.dataset import Sample
+from eagle3_core.store.disk import is_no_space
 from eagle3_core.store.files import write_atomic
 from eagle3_core.store.shards import CapturedSample, PackedShard, PlannedShard, ShardFile
 
@@ -39,6 +41,7 @@ class _OpenShard:
 
     def __init__(self, planned: PlannedShard, packed: PackedShard, path: Path, with_sha256: bool) -> None:
         self.planned, self.packed, self._path, self._with_sha256 = planned, packed, path, with_sha256
+        self.file_bytes = packed.file_bytes
         self.missing = set(packed.keys)
         self._here: dict[int, torch.cuda.Event | None] = {}
         self._num_written = 0
@@ -67,14 +70,18 @@ class _OpenShard:
                     write_atomic(entry_path, self._file.finish().model_dump_json())
                     self._is_whole = True
             except Exception as error:
-                self._error = error
                 if self._file is not None:
                     self._file.abandon(error)
+                if is_no_space(error):  # all of it is still in memory: it can be written again
+                    self._path.unlink(missing_ok=True)
+                    self._file, self._num_written = None, 0
+                else:
+                    self._error = error
                 raise
 
     def _write_next(self, file: ShardFile) -> None:
         while self._num_written in self._here:
-            copied = self._here.pop(self._num_written)
+            copied = self._here[self._num_written]
             if copied is not None:
                 copied.synchronize()
             file.write_sample(self._num_written)
@@ -103,6 +110,7 @@ class ShardAssembler:
         self._begun: set[int] = set()
         self._placed: set[str] = set()
         self._writing: list[Future[None]] = []
+        self._guard = job.guard
         self._writer = ThreadPoolExecutor(NUM_WRITERS, thread_name_prefix="shard-writer")
 
     def place(self, key: str, token_ids: Sequence[int], num_rows: int) -> CapturedSample:
@@ -202,9 +210,14 @@ class ShardAssembler:
         self._writing = [future for future in self._writing if not future.done()]
 
     def _write(self, shard: _OpenShard) -> None:
-        """Write what has arrived; the entry beside a whole shard says that it is there."""
+        """Write what has arrived; the entry beside a whole shard says that it is there.
+
+        On a full disk the half file is removed, and the shard written anew from memory when there is space.
+        """
+        entry_path, name = self._job.entry_path(shard.planned), shard.planned.file_name
+        write = functools.partial(shard.write, entry_path)
         try:
-            shard.write(self._job.entry_path(shard.planned))
+            self._guard.patiently(write, entry_path.parent, shard.file_bytes, name)
         except OSError as error:
             failure = CaptureError(
                 f"cannot write {shard.planned.file_name} into {self._job.folder} ({error.strerror or error})",

@@ -10,8 +10,8 @@ started.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
-import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,14 +20,15 @@ from pydantic import ByteSize
 
 from eagle3_core.artifacts import FileEntry, Manifest
 from eagle3_core.capture.job import CaptureJob, capture_layout, check_plan
-from eagle3_core.capture.pool import EnginePool
+from eagle3_core.capture.pool import EnginePool, session_prefix
+from eagle3_core.capture.room import Pauses, ShardRoom
 from eagle3_core.capture.shard_queue import ShardQueue, Staging
-from eagle3_core.config import RunConfig
 from eagle3_core.contracts import ExtractResult, Rejection, StepSpec
-from eagle3_core.errors import CaptureError, FolderInUseError
+from eagle3_core.errors import CaptureError, DiskFullError, FolderInUseError
 from eagle3_core.step import Progress
 from eagle3_core.store.claims import Claims
 from eagle3_core.store.dataset import Sample, read_dataset
+from eagle3_core.store.disk import DiskGuard, guarding
 from eagle3_core.store.files import file_problem
 from eagle3_core.store.local import ArtifactWriter, LocalStore
 from eagle3_core.store.open import open_store
@@ -44,8 +45,9 @@ def run(spec: StepSpec, progress: Progress) -> ExtractResult:
     """Capture what is missing and complete the capture.
 
     Raises:
-        CaptureError: no samples, a plan made for something else, no room, an engine that did not return what
-            was asked for, or engines that die whatever they are given.
+        CaptureError: no samples, a plan made for something else, an engine that did not return what was asked
+            for, or engines that die whatever they are given.
+        DiskFullError: the shards do not fit, or the disk became full and `limits` says to fail.
         TargetError: auxiliary layer ids that the target does not have.
     """
     config = spec.config
@@ -70,10 +72,13 @@ def run(spec: StepSpec, progress: Progress) -> ExtractResult:
             folder=str(staging.path),
             layout=layout,
             shards=tuple(shards),
+            limits=config.limits,
+            run_id=spec.run_id,
             with_sha256=config.capture.sha256,
         )
         work = _Work(spec, store, samples, job, staging, claims, progress)
         stack.callback(work.stop)
+        stack.enter_context(guarding(work.guard))
         return work.run()
 
 
@@ -93,10 +98,14 @@ class _Work:
         self._spec, self._store, self._samples, self._job = spec, store, samples, job
         self._plan = spec.outputs["capture"]
         self._staging, self._queue = staging, ShardQueue(job.shards, staging, claims)
+        pauses = Pauses(progress.pause)
+        self.guard = DiskGuard(spec.config.limits, spec.run_id, functools.partial(pauses.set, "disk"))
+        self._room = ShardRoom(self.guard, staging.sessions, session_prefix(), job, samples)
+        self._room_is_checked = not spec.config.limits.check_disk
         self._count = _Count(progress, job.shards, samples)
         self._pool = EnginePool(
             spec.config, spec.target_path, job, samples, self._queue, staging,
-            self._count.on_tokens, self._count.on_loaded,
+            self._count.on_tokens, self._count.on_loaded, self._room, pauses,
         )  # fmt: skip
         self._lock = contextlib.ExitStack()
         self._writer: ArtifactWriter | None = None
@@ -199,10 +208,20 @@ class _Work:
 
     def _start(self) -> None:
         missing = self._queue.missing()
-        _check_room(missing, self._job, self._spec.config)
+        self._check_room(missing)
         logger.info("capturing %d shards with %s", len(missing), self._job.engine)
         self._count.begin()
         self._pool.start()
+
+    def _check_room(self, missing: Sequence[PlannedShard]) -> None:
+        """Refuse, before the first engine is loaded, shards that do not fit."""
+        shortage = None if self._room_is_checked else self._room.shortage(missing)
+        self._room_is_checked = True
+        if shortage is not None:
+            raise DiskFullError(
+                f"{shortage} for {len(missing)} shards",
+                remedy="make room, or set limits.check_disk to false to capture what fits first",
+            )
 
     def _report_wait(self) -> None:
         if time.monotonic() - self._last_report > WAIT_REPORT_SECONDS:
@@ -311,19 +330,6 @@ class _Count:
 
     def _num_tokens(self, shard: PlannedShard) -> int:
         return sum(len(sample) for sample in self._samples[shard.start : shard.end])
-
-
-def _check_room(missing: Sequence[PlannedShard], job: CaptureJob, config: RunConfig) -> None:
-    needed = sum(shard.bytes for shard in missing)
-    reserve = int(config.limits.min_free_disk_gib * 2**30)
-    folder = Path(job.folder)
-    free = shutil.disk_usage(folder).free
-    if free < needed + reserve:
-        raise CaptureError(
-            f"{folder} has {free:,} bytes free",
-            expected=f"{needed:,} for the missing shards and {reserve:,} that must stay free",
-            remedy="make room, or lower limits.min_free_disk_gib",
-        )
 
 
 def _check_counts(

@@ -7,12 +7,19 @@ one at a time with nothing else in flight.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 from eagle3_core.artifacts import FileEntry
-from eagle3_core.capture.job import MAX_SHARDS_IN_FLIGHT, CaptureJob, iter_take
+from eagle3_core.capture.job import (
+    ASK_AGAIN_SECONDS,
+    MAX_SHARDS_IN_FLIGHT,
+    CaptureJob,
+    Later,
+    iter_take,
+)
 from eagle3_core.store.dataset import Sample
 from eagle3_core.store.shards import PlannedShard
 
@@ -20,7 +27,7 @@ PENDING_BATCHES = 4
 """Another shard is taken when fewer tokens than this many engine steps are waiting or being computed."""
 
 OnTokens = Callable[[int], None]
-Take = Callable[[], PlannedShard | None]
+Take = Callable[[], PlannedShard | Later | None]
 Ticket = TypeVar("Ticket", bound=Hashable)
 """What an engine calls a request."""
 
@@ -31,7 +38,8 @@ class SampleFeed(Generic[Ticket]):
     Args:
         job: the session's.
         samples: all samples of the dataset, in order.
-        take: gives the next shard, or None when there is none left; by default the job's, in order.
+        take: gives the next shard, `LATER` while none may be begun, or None when there is none left; by
+            default the job's, in order.
         step_tokens: what the engine computes in one step.
         most_requests: in flight at once; None leaves that to the engine.
     """
@@ -50,6 +58,7 @@ class SampleFeed(Generic[Ticket]):
         self._alone = set(job.alone)
         self._waiting: deque[Sample] = deque()
         self._has_more = True
+        self._ask_after = 0.0
         self.in_flight: dict[Ticket, Sample] = {}
         self.unfinished: list[PlannedShard] = []
 
@@ -59,11 +68,18 @@ class SampleFeed(Generic[Ticket]):
         return not self._has_more and not self.unfinished
 
     def refill(self) -> None:
-        """Take shards until the engine has enough to do."""
+        """Take shards until the engine has enough to do; sleep where it has nothing and must ask later."""
         while self._has_more and self._has_room():
+            if (early := self._ask_after - time.monotonic()) > 0:
+                if self.unfinished:
+                    return
+                time.sleep(early)
             shard = self._take()
             if shard is None:
                 self._has_more = False
+                return
+            if isinstance(shard, Later):
+                self._ask_after = time.monotonic() + ASK_AGAIN_SECONDS
                 return
             samples = self._job.samples_of(shard, self._samples)
             self._waiting.extend(sorted(samples, key=lambda sample: sample.key not in self._alone))

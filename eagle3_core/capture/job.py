@@ -8,8 +8,11 @@ worker is left there too, so that the driver can stop and say why.
 
 from __future__ import annotations
 
+import contextlib
+import enum
 import json
 import os
+import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -17,17 +20,32 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from eagle3_core.artifacts import ArtifactPlan, FileEntry
 from eagle3_core.config import RunConfig
-from eagle3_core.errors import EXIT_USER_ERROR, CaptureError, Eagle3Error
+from eagle3_core.errors import EXIT_USER_ERROR, CaptureError, DiskFullError, Eagle3Error
+from eagle3_core.sections import LimitsConfig
 from eagle3_core.store.dataset import Sample, content_hash
+from eagle3_core.store.disk import MAKE_ROOM, DiskGuard, is_no_space
 from eagle3_core.store.files import write_atomic
 from eagle3_core.store.shards import PlannedShard, ShardLayout
 from eagle3_core.target.info import TargetInfo
 from eagle3_core.target.layers import final_layer_id, resolve_aux_layer_ids
 
 FAILURE_NAME = "failure.json"
+SPARE_FAILURE_NAME = "failure.spare"
+PAUSED_NAME = "paused"
 JOURNAL_NAME = "in_flight.log"
+ASK_AGAIN_SECONDS = 1.0
+NO_SPACE = "no space: a write of the capture found the disk full"
 MAX_SHARDS_IN_FLIGHT = 3
 """Shards in host memory at once: one being written, one being finished, one being begun."""
+
+
+class Later(enum.Enum):
+    """The answer where no shard may be begun now: finish what is in flight, then ask again."""
+
+    LATER = "later"
+
+
+LATER = Later.LATER
 
 
 class EngineEndedError(CaptureError):
@@ -48,6 +66,36 @@ class CaptureJob(BaseModel):
     alone: tuple[str, ...] = Field(
         default=(), description="Keys that are sent first, one at a time with nothing else in flight."
     )
+
+    limits: LimitsConfig = Field(
+        default=LimitsConfig(min_free_disk_gib=0, on_full_disk="fail"), description="What a full disk means."
+    )
+    run_id: str | None = Field(default=None, description="Whose reservation of space is the session's own.")
+
+    @property
+    def guard(self) -> DiskGuard:
+        """Waits for space in the session's processes, and says so in its folder."""
+        return DiskGuard(self.limits, self.run_id, self._tell_pause)
+
+    def paused(self) -> str | None:
+        """Why the session's writers wait, or None."""
+        try:
+            return (Path(self.folder) / PAUSED_NAME).read_text() or NO_SPACE
+        except FileNotFoundError:
+            return None
+
+    def _tell_pause(self, reason: str | None) -> None:
+        path = Path(self.folder) / PAUSED_NAME
+        if reason is None:
+            path.unlink(missing_ok=True)
+        elif not path.exists():
+            with contextlib.suppress(OSError):  # an empty file, all that a full disk takes, says it too
+                path.write_text(reason)
+
+    def prepare_folder(self) -> None:
+        """Leave a failure in the folder that a full disk can only rename."""
+        reason = {"kind": DiskFullError.__name__, "found": NO_SPACE, "expected": None, "remedy": MAKE_ROOM}
+        write_atomic(Path(self.folder) / SPARE_FAILURE_NAME, json.dumps(reason))
 
     @property
     def capture_ids(self) -> tuple[int, ...]:
@@ -92,27 +140,45 @@ class CaptureJob(BaseModel):
                 error = Eagle3Error(f"{type(error).__name__}: {error}")
             reason = {"found": error.found, "expected": error.expected, "remedy": error.remedy}
             try:
-                write_atomic(path, json.dumps(reason))
+                write_atomic(path, json.dumps({"kind": type(error).__name__, **reason}))
             except OSError as unwritten:
+                if is_no_space(unwritten) and self._use_spare(path):
+                    return
                 print(f"capture failed: {error} (and cannot write {path}: {unwritten})", flush=True)
                 os._exit(EXIT_USER_ERROR)
+
+    def _use_spare(self, path: Path) -> bool:
+        try:
+            path.with_name(SPARE_FAILURE_NAME).rename(path)
+        except OSError:
+            return False
+        return True
 
     def raise_failure(self) -> None:
         """Raise what the worker recorded, if anything.
 
         Raises:
             CaptureError: with the worker's own words.
+            DiskFullError: its disk was full.
         """
         path = Path(self.folder) / FAILURE_NAME
         if path.exists():
-            reason = json.loads(path.read_text())
-            raise CaptureError(reason["found"], expected=reason["expected"], remedy=reason["remedy"])
+            raise session_error(**json.loads(path.read_text()))
+
+
+def session_error(
+    kind: str, found: str, expected: str | None, remedy: str | None
+) -> CaptureError | DiskFullError:
+    """The error that a session's process met, of the class that decides what it means here."""
+    known = DiskFullError if kind == DiskFullError.__name__ else CaptureError
+    return known(found, expected=expected, remedy=remedy)
 
 
 class Journal:
     """Which samples an engine has begun and not finished, on disk: it survives a process that is killed.
 
-    One line an event, `+` or `-` and the key as JSON, each written in one call.
+    One line an event, `+` or `-` and the key as JSON, each written in one call. A full disk loses lines: then
+    it may name samples too many or too few, which costs time and no sample.
     """
 
     def __init__(self, path: Path) -> None:
@@ -135,7 +201,10 @@ class Journal:
             return []
         begun: dict[str, None] = {}
         for line in lines:
-            key = json.loads(line[1:])
+            try:
+                key = json.loads(line[1:])
+            except ValueError:  # a full disk took a part of it
+                continue
             if line.startswith("+"):
                 begun[key] = None
             else:
@@ -150,10 +219,14 @@ class Journal:
             return False
 
     def _append(self, line: str) -> None:
-        if self._descriptor is None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        os.write(self._descriptor, line.encode())
+        try:
+            if self._descriptor is None:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            os.write(self._descriptor, line.encode())
+        except OSError as error:
+            if not is_no_space(error):
+                raise
 
 
 def capture_layout(config: RunConfig, info: TargetInfo) -> ShardLayout:
@@ -234,3 +307,14 @@ def iter_take(shards: Iterable[PlannedShard]) -> Callable[[], PlannedShard | Non
     """A `take` for an engine: gives the shards in order, then None."""
     waiting = iter(shards)
     return lambda: next(waiting, None)
+
+
+def wait_take(take: Callable[[], PlannedShard | Later | None]) -> Callable[[], PlannedShard | None]:
+    """A `take` for an engine that has nothing in flight when it asks: it waits until it may go on."""
+
+    def patient() -> PlannedShard | None:
+        while isinstance(shard := take(), Later):
+            time.sleep(ASK_AGAIN_SECONDS)
+        return shard
+
+    return patient

@@ -8,6 +8,7 @@ dies of whatever it is given convicts nobody: where no sample at all was compute
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import shutil
@@ -17,12 +18,13 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 
-from eagle3_core.capture.job import CaptureJob
+from eagle3_core.capture.job import CaptureJob, Later
 from eagle3_core.capture.replica import Replica, SessionEnd, SessionHooks, num_replicas, replica_variables
 from eagle3_core.capture.replica import visible_devices as find_devices
+from eagle3_core.capture.room import Pauses, ShardRoom
 from eagle3_core.capture.shard_queue import ShardQueue, Staging
 from eagle3_core.config import RunConfig
-from eagle3_core.errors import CaptureError
+from eagle3_core.errors import CaptureError, DiskFullError
 from eagle3_core.store.dataset import Sample
 from eagle3_core.store.shards import PlannedShard
 
@@ -44,6 +46,8 @@ class EnginePool:
         staging: of the capture.
         on_tokens: called with newly captured tokens, negative for those of a session that died.
         on_loaded: called when an engine is loaded.
+        room: on the disk.
+        pauses: told of engines that wait for space.
     """
 
     def __init__(
@@ -56,10 +60,13 @@ class EnginePool:
         staging: Staging,
         on_tokens: Callable[[int], None],
         on_loaded: Callable[[], None],
+        room: ShardRoom,
+        pauses: Pauses,
     ) -> None:
         self._config, self._job, self._samples = config, job, samples
         self._queue, self._staging = queue, staging
         self._on_tokens, self._on_loaded = on_tokens, on_loaded
+        self._room, self._pauses = room, pauses
         self._shard_of = {
             sample.key: shard.index for shard in job.shards for sample in samples[shard.start : shard.end]
         }
@@ -75,6 +82,7 @@ class EnginePool:
         self._has_computed = False
         self._convicted: list[str] = []
         self._error: BaseException | None = None
+        self._full: DiskFullError | None = None
         self.num_restarts = 0
 
     @property
@@ -99,8 +107,9 @@ class EnginePool:
 
     def raise_error(self) -> None:
         """Raise what ended a replica for good, once all have ended."""
-        if self._error is not None and not self.is_working:
-            raise self._error
+        error = self._error or self._full
+        if error is not None and not self.is_working:
+            raise error
 
     def stop(self) -> None:
         """End all sessions and wait for them."""
@@ -110,9 +119,12 @@ class EnginePool:
 
     def _work(self, replica: Replica) -> None:
         try:
-            while self._error is None and self._queue.has_work():
-                session = _Session(self, replica)
+            while self._error is None and self._full is None and self._queue.has_work():
+                session = self._room.guard.patiently(
+                    lambda: _Session(self, replica), self._staging.path, 0, "an engine's session"
+                )
                 end = replica.run(session.job, session.hooks)
+                self._pauses.set(replica.index, None)
                 shutil.rmtree(session.job.folder, ignore_errors=True)
                 if end.kind == "done" and not session.shards:
                     return
@@ -126,6 +138,11 @@ class EnginePool:
             raise end.error or CaptureError(end.reason)
         unfinished = [index for index, is_done in session.shards.items() if not is_done]
         if end.kind == "done" and not unfinished:
+            return
+        if end.kind == "died" and end.was_paused:
+            self._on_tokens(-session.unpublished_tokens)
+            self._queue.give_back(unfinished, [], self._shard_of)
+            logger.warning("%s%s while it waited for space", replica.label, end.reason)
             return
         if end.kind == "done":
             end = SessionEnd("died", "the engine ended before its shards were written")
@@ -192,7 +209,7 @@ class EnginePool:
     def next_job(self) -> CaptureJob:
         """The job of a new session: with a folder of its own and what is known of samples by now."""
         with self._lock:
-            name = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:12]}"
+            name = f"{session_prefix()}{uuid.uuid4().hex[:12]}"
             return self._job.model_copy(
                 update={
                     "folder": str(self._staging.open_session(name)),
@@ -234,9 +251,20 @@ class EnginePool:
         """An engine is loaded."""
         self._on_loaded()
 
-    def take(self, deaths_known: int) -> PlannedShard | None:
-        """The next shard for a session."""
-        return self._queue.take(deaths_known) if self._error is None else None
+    def take(self, deaths_known: int) -> PlannedShard | Later | None:
+        """The next shard for a session; none any more once the disk is full and the policy is to fail."""
+        if self._error is not None or self._full is not None:
+            return None
+        try:
+            return self._queue.take(deaths_known, self._room.may_begin)
+        except DiskFullError as full:
+            logger.error("%s; shards in work are finished first", full)
+            self._full = full
+            return None
+
+    def paused(self, replica: Replica, reason: str | None) -> None:
+        """A session waits for space, or does not."""
+        self._pauses.set(replica.index, reason)
 
     def num_tokens(self, shard: PlannedShard, job: CaptureJob) -> int:
         """Tokens that a session captures for a shard."""
@@ -246,6 +274,11 @@ class EnginePool:
     def deaths(self) -> int:
         """Engines of this host that have died."""
         return self._queue.deaths
+
+
+def session_prefix() -> str:
+    """Begins the name of every session of this process."""
+    return f"{socket.gethostname()}-{os.getpid()}-"
 
 
 class _Session:
@@ -259,17 +292,20 @@ class _Session:
         self.begun: dict[int, float] = {}
         self._tokens = 0
         self._shard_tokens: dict[int, int] = {}
-        self.hooks = SessionHooks(self._take, self._written, self._count, pool.loaded, pool.check)
+        self.hooks = SessionHooks(
+            self._take, self._written, self._count, pool.loaded, pool.check,
+            functools.partial(pool.paused, replica),
+        )  # fmt: skip
 
     @property
     def unpublished_tokens(self) -> int:
         """Tokens that were counted for shards that are not there."""
         return max(0, self._tokens - sum(self._shard_tokens[i] for i, done in self.shards.items() if done))
 
-    def _take(self) -> int | None:
+    def _take(self) -> int | Later | None:
         shard = self._pool.take(self._deaths_known)
-        if shard is None:
-            return None
+        if shard is None or isinstance(shard, Later):
+            return shard
         self.shards[shard.index], self.begun[shard.index] = False, time.monotonic()
         self._shard_tokens[shard.index] = self._pool.num_tokens(shard, self.job)
         return shard.index

@@ -19,7 +19,7 @@ from eagle3_core.artifacts import FileEntry
 from eagle3_core.capture.assemble import ShardAssembler
 from eagle3_core.capture.compare import relative_errors
 from eagle3_core.capture.feed import OnTokens, Take
-from eagle3_core.capture.job import CaptureJob, iter_take
+from eagle3_core.capture.job import CaptureJob, iter_take, wait_take
 from eagle3_core.capture.reference_batch import (
     Batch,
     Batching,
@@ -173,7 +173,7 @@ def capture_with_reference(
     model = ReferenceModel(info, job.layout.dtype, config.engine.device, config.target.trust_remote_code)
     on_tokens(0)
     assembler, journal = ShardAssembler(job, samples), job.journal
-    take = take or iter_take(job.shards)
+    take = wait_take(take or iter_take(job.shards))
     try:
         while (shard := take()) is not None:
             for batch in _batches(config, job, job.samples_of(shard, samples)):

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from eagle3_core.capture.job import FAILURE_NAME, CaptureJob
+from eagle3_core.capture.job import FAILURE_NAME, CaptureJob, Later, session_error
 from eagle3_core.capture.session import EVENT_PREFIX, SessionSpec
 from eagle3_core.config import PROJECT_ROOT, RunConfig
-from eagle3_core.errors import CaptureError, Eagle3Error
+from eagle3_core.errors import CaptureError, DiskFullError, Eagle3Error
 from eagle3_core.host.process import Supervisor, describe_status
 from eagle3_core.host.process_tree import STEP_VARIABLE, step_variable
 from eagle3_core.store.files import write_atomic
@@ -43,17 +43,19 @@ class SessionEnd:
     error: Eagle3Error | None = None
     in_flight: list[str] = field(default_factory=list)
     has_computed: bool = False
+    was_paused: bool = False
 
 
 @dataclass(frozen=True)
 class SessionHooks:
     """What a session's events cause; all are called in the replica's thread."""
 
-    take: Callable[[], int | None]
+    take: Callable[[], int | Later | None]
     written: Callable[[int], None]
     tokens: Callable[[int], None]
     loaded: Callable[[], None]
     check: Callable[[], None]
+    paused: Callable[[str | None], None]
 
 
 class _SessionTimeoutError(Exception):
@@ -83,6 +85,7 @@ class Replica:
         folder.mkdir(parents=True, exist_ok=True)
         spec = SessionSpec(config=self._config, target_path=self._target_path, job=job)
         write_atomic(folder / SPEC_NAME, spec.model_dump_json())
+        job.prepare_folder()
         token = uuid.uuid4().hex
         process = subprocess.Popen(
             [sys.executable, "-m", SESSION_MODULE, str(folder / SPEC_NAME)],
@@ -144,6 +147,10 @@ class _Watch:
         """Called at least every half second; ends a session that hangs."""
         self._hooks.check()
         now = time.monotonic()
+        reason = self._job.paused()
+        self._hooks.paused(reason)
+        if reason is not None:
+            self._last_news = now
         if not self._loaded:
             self._report_load(now)
             if now - self._started > self._load_seconds:
@@ -160,11 +167,7 @@ class _Watch:
     def ended(self, status: int) -> SessionEnd:
         """Judge a session whose process has ended."""
         if self._failure is not None:
-            error = CaptureError(
-                self._failure["found"],
-                expected=self._failure["expected"],
-                remedy=self._failure["remedy"],
-            )
+            error = session_error(*(self._failure[name] for name in ("kind", "found", "expected", "remedy")))
             kind = "died" if self._failure["died"] else "failed"
             return self.end(kind, f"{self._failure['kind']}: {self._failure['found']}", error)
         recorded = self._recorded_failure()
@@ -178,8 +181,9 @@ class _Watch:
     def end(self, kind: EndKind, reason: str = "", error: Eagle3Error | None = None) -> SessionEnd:
         """A `SessionEnd` with what the journal tells."""
         journal = self._job.journal
-        in_flight = journal.in_flight() if kind == "died" else []
-        return SessionEnd(kind, reason, error, in_flight, journal.has_finished_any())
+        was_paused = self._job.paused() is not None
+        in_flight = journal.in_flight() if kind == "died" and not was_paused else []
+        return SessionEnd(kind, reason, error, in_flight, journal.has_finished_any(), was_paused)
 
     def _act(self, event: dict[str, Any]) -> None:
         name = event["event"]
@@ -190,7 +194,7 @@ class _Watch:
             self._hooks.loaded()
         elif name == "want":
             index = self._hooks.take()
-            self._answer("" if index is None else str(index))
+            self._answer("" if index is None else index.value if isinstance(index, Later) else str(index))
         elif name == "tokens":
             self._hooks.tokens(event["tokens"])
         elif name == "written":
@@ -216,13 +220,13 @@ class _Watch:
                 self._load_seconds,
             )
 
-    def _recorded_failure(self) -> CaptureError | None:
+    def _recorded_failure(self) -> CaptureError | DiskFullError | None:
         """What the engine's worker recorded before its driver could say it."""
         if not (Path(self._job.folder) / FAILURE_NAME).exists():
             return None
         try:
             self._job.raise_failure()
-        except CaptureError as error:
+        except (CaptureError, DiskFullError) as error:
             return error
         return None
 

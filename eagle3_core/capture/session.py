@@ -9,11 +9,13 @@ with everything that it started.
     session: {"event": "want"}        step: 3
     session: {"event": "tokens", "tokens": 5120}
     session: {"event": "written", "shard": 3}
+    session: {"event": "want"}        step: later (no space: finish what is in flight and ask again)
     session: {"event": "want"}        step: (an empty line: no shard is left)
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -28,7 +30,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from eagle3_core.capture.engines import capture_engine
-from eagle3_core.capture.job import CaptureJob, EngineEndedError
+from eagle3_core.capture.job import LATER, CaptureJob, EngineEndedError, Later, wait_take
 from eagle3_core.config import RunConfig
 from eagle3_core.errors import EXIT_BUG, EXIT_OK, EXIT_USER_ERROR, Eagle3Error
 from eagle3_core.step import LOG_FORMAT, end_with_descendants
@@ -81,7 +83,7 @@ class _Line:
         facts = dict(zip(("found", "expected", "remedy"), cut, strict=False))
         self.say("failed", died=died, kind=type(error).__name__, **facts)
 
-    def take(self) -> PlannedShard | None:
+    def take(self) -> PlannedShard | Later | None:
         """Ask for the next shard; one whose samples are all quarantined is written here, empty."""
         self.tell_tokens()
         while True:
@@ -89,16 +91,19 @@ class _Line:
             answer = self._answers.get().strip()
             if not answer:
                 return None
+            if answer == LATER.value:
+                return LATER
             shard = self._shards[int(answer)]
             if self._job.samples_of(shard, self._samples):
                 return shard
-            entry = write_packed_shard(
-                Path(self._job.folder) / shard.file_name,
-                PackedShard([], self._job.layout),
-                self._job.with_sha256,
-            )
-            write_atomic(self._job.entry_path(shard), entry.model_dump_json())
+            write = functools.partial(self._write_empty, shard)
+            self._job.guard.patiently(write, Path(self._job.folder), 0, shard.file_name)
             self.say("written", shard=shard.index)
+
+    def _write_empty(self, shard: PlannedShard) -> None:
+        path = Path(self._job.folder) / shard.file_name
+        entry = write_packed_shard(path, PackedShard([], self._job.layout), self._job.with_sha256)
+        write_atomic(self._job.entry_path(shard), entry.model_dump_json())
 
     def on_tokens(self, count: int) -> None:
         """Count captured tokens; the first call says that the engine is loaded."""
@@ -132,7 +137,7 @@ def main(path: str) -> int:
     line = _Line(spec.job, samples)
     try:
         if not any(spec.job.samples_of(shard, samples) for shard in spec.job.shards):
-            line.take()  # writes what is left, all of it empty
+            wait_take(line.take)()  # writes what is left, all of it empty
             return EXIT_OK
         info = inspect_target(Path(spec.target_path))
         capture = capture_engine(spec.config.capture.engine)

@@ -183,6 +183,8 @@ class SglangDriver:
     def _await_writer(self) -> None:
         """Give the writer time: all requests are answered, but shards are still being written."""
         self._engine.check_alive()
+        if self._job.paused() is not None:
+            self._last_news = time.monotonic()
         if time.monotonic() - self._last_news > WRITE_SECONDS:
             names = ", ".join(shard.file_name for shard in self._feed.unfinished)
             raise CaptureError(

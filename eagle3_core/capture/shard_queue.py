@@ -28,9 +28,10 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from eagle3_core.artifacts import ArtifactRef, FileEntry
-from eagle3_core.capture.job import CaptureJob
+from eagle3_core.capture.job import LATER, CaptureJob, Later
 from eagle3_core.host.process_tree import ProcessId, boot_id
 from eagle3_core.store.claims import Claims
+from eagle3_core.store.disk import is_no_space
 from eagle3_core.store.files import sync_folder, write_atomic, write_new
 from eagle3_core.store.local import LocalStore
 from eagle3_core.store.shards import PlannedShard
@@ -50,9 +51,14 @@ class Staging:
         """Folder of the claims."""
         return self.path / "claims"
 
+    @property
+    def sessions(self) -> Path:
+        """What single engine sessions write."""
+        return self.path / "sessions"
+
     def open_session(self, name: str) -> Path:
         """Make the folder of an engine session of this process; nobody has used its name before."""
-        folder = self.path / "sessions" / name
+        folder = self.sessions / name
         folder.mkdir(parents=True)
         (folder / OWNER_NAME).write_text(f"{ProcessId.current()}\n{boot_id()}")
         return folder
@@ -71,7 +77,7 @@ class Staging:
     def dead_sessions(self) -> list[Path]:
         """The folders of sessions whose step is known to be gone."""
         dead = []
-        for folder in sorted((self.path / "sessions").glob("*")):
+        for folder in sorted(self.sessions.glob("*")):
             with contextlib.suppress(OSError):
                 process, _, boot = (folder / OWNER_NAME).read_text().partition("\n")
                 owner = ProcessId.parse(process)
@@ -212,11 +218,30 @@ class ShardQueue:
         with self._lock:
             return any(self._is_waiting(state, self.deaths) for state in self._states.values())
 
-    def take(self, deaths_known: int) -> PlannedShard | None:
-        """Claim the next shard for a session that began after `deaths_known` deaths, or None."""
+    def take(
+        self, deaths_known: int, may_begin: Callable[[PlannedShard, list[PlannedShard]], bool] | None = None
+    ) -> PlannedShard | Later | None:
+        """Claim the next shard for a session, or None.
+
+        Args:
+            deaths_known: deaths that had happened when the session began.
+            may_begin: told the shard and those that are in work here; where it says no, the answer is
+                `LATER` and nothing is claimed.
+        """
         with self._lock:
+            in_work = [state.shard for state in self._states.values() if state.is_ours and not state.is_done]
             for state in self._states.values():
-                if self._is_waiting(state, deaths_known) and self._claims.take(state.shard.file_name):
+                if not self._is_waiting(state, deaths_known):
+                    continue
+                if may_begin and not may_begin(state.shard, in_work):
+                    return LATER
+                try:
+                    is_claimed = self._claims.take(state.shard.file_name)
+                except OSError as error:
+                    if not is_no_space(error):
+                        raise
+                    return LATER
+                if is_claimed:
                     if self._staging.entry(state.shard) is not None:
                         self._claims.release(state.shard.file_name)
                         state.is_done = True

@@ -28,6 +28,7 @@ GIB = 1 << 30
 POLL_SECONDS = 1.0
 REPEAT_SECONDS = 600.0
 NO_SPACE_ERRORS = {errno.ENOSPC, errno.EDQUOT}
+MAKE_ROOM = "make room and start the run again: what is finished is kept"
 REFUSED_ERRORS = {errno.EROFS, errno.EACCES, errno.EPERM}
 
 logger = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ def as_host_error(error: OSError) -> Eagle3Error | None:
     if error.errno in NO_SPACE_ERRORS:
         return DiskFullError(
             f"no space: {where} cannot be written ({why})",
-            remedy="make room and start the run again: what is finished is kept",
+            remedy=MAKE_ROOM,
         )
     if error.errno in REFUSED_ERRORS:
         return HostError(
@@ -152,12 +153,22 @@ class DiskGuard:
             except OSError as error:
                 if not is_no_space(error):
                     raise
-                shortage = self.shortage(path, num_bytes) or Shortage(path, 0, num_bytes, is_known=False)
-                self._pause(shortage, what)
+                self.found_full(path, num_bytes, what)
                 self._poll()
+                if self.shortage(path, num_bytes):
+                    self.make_room(path, num_bytes, what)
                 continue
             self._resume()
             return done
+
+    def found_full(self, path: Path, num_bytes: int, what: str) -> None:
+        """A write of these bytes has found the disk, or a quota, full.
+
+        Raises:
+            DiskFullError: as `has_room`.
+        """
+        shortage = self.shortage(path, num_bytes)
+        self._pause(shortage or Shortage(path, 0, num_bytes, is_known=False), what)
 
     def _pause(self, shortage: Shortage, what: str) -> None:
         if self._limits.on_full_disk == "fail":
@@ -228,5 +239,5 @@ def _full(shortage: Shortage, what: str, minutes: float | None = None) -> DiskFu
     waited = f", for {minutes:g} minutes (limits.pause_timeout_minutes)" if minutes else ""
     return DiskFullError(
         f"{shortage} for {what}{waited}",
-        remedy="make room and start the run again: what is finished is kept",
+        remedy=MAKE_ROOM,
     )

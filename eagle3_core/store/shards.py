@@ -156,6 +156,12 @@ class PackedShard:
         self.aux_states = torch.empty(self.offsets[-1], num_aux, hidden, dtype=dtype, pin_memory=pin_memory)
         self.final_states = torch.empty(self.final_offsets[-1], hidden, dtype=dtype, pin_memory=pin_memory)
 
+    @property
+    def file_bytes(self) -> int:
+        """Size of the file that will hold it."""
+        shapes = shard_shapes(len(self.keys), self.offsets[-1], self.final_offsets[-1], self.layout)
+        return _file_bytes(shapes, self.keys, self.layout)
+
     def sample(self, index: int) -> CapturedSample:
         """Views of one sample's parts; writing into its states fills the shard."""
         rows = slice(self.offsets[index], self.offsets[index + 1])
@@ -373,7 +379,13 @@ def shard_file_bytes(samples: Sequence[Sample], layout: ShardLayout) -> int:
         sum(len(sample.final_rows(layout.final_state)) for sample in samples),
         layout,
     )
-    header = _header(shapes, _description([sample.key for sample in samples], layout))
+    return _file_bytes(shapes, [sample.key for sample in samples], layout)
+
+
+def _file_bytes(
+    shapes: dict[str, tuple[str, tuple[int, ...]]], keys: Sequence[str], layout: ShardLayout
+) -> int:
+    header = _header(shapes, _description(keys, layout))
     return len(header) + sum(ELEMENT_BYTES[dtype] * prod(shape) for dtype, shape in shapes.values())
 
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from eagle3_core.artifacts import FileEntry
 from eagle3_core.capture import session
 from eagle3_core.capture.assemble import ShardAssembler
-from eagle3_core.capture.job import CaptureJob, Journal
+from eagle3_core.capture.job import CaptureJob, Journal, Later, wait_take
 from eagle3_core.config import RunConfig
 from eagle3_core.errors import CaptureError
 from eagle3_core.store.dataset import Sample
@@ -55,7 +55,7 @@ def capture_random(
     job: CaptureJob,
     samples: Sequence[Sample],
     on_tokens: Callable[[int], None],
-    take: Callable[[], PlannedShard | None] | None = None,
+    take: Callable[[], PlannedShard | Later | None] | None = None,
 ) -> Iterator[tuple[PlannedShard, FileEntry]]:
     """An engine without a model, for tests of what happens around engines."""
     import torch
@@ -63,6 +63,7 @@ def capture_random(
     _load()
     on_tokens(0)
     assert take is not None
+    take = wait_take(take)
     assembler, journal = ShardAssembler(job, samples), job.journal
     while (shard := take()) is not None:
         for sample in sorted(job.samples_of(shard, samples), key=lambda one: one.key not in job.alone):

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from eagle3_core.capture import extract
 from eagle3_core.contracts import StepSpec
-from eagle3_core.errors import CaptureError, TargetError
+from eagle3_core.errors import CaptureError, DiskFullError, TargetError
 from eagle3_core.step import Progress
 from eagle3_core.store.local import MANIFEST_NAME, LocalStore
 from eagle3_core.store.locks import folder_lock
@@ -224,7 +224,7 @@ def test_what_cannot_be_captured_is_refused_before_a_model_is_loaded(
         extract.run(capture_spec(tmp_path / "none", target, []), PROGRESS)
     with pytest.raises(CaptureError, match="more than one sample with the key 'sample-000'"):
         extract.run(capture_spec(tmp_path / "twice", target, [*SAMPLES, SAMPLES[0]]), PROGRESS)
-    with pytest.raises(CaptureError, match="bytes free"):
+    with pytest.raises(DiskFullError, match="bytes free"):
         extract.run(capture_spec(tmp_path, target, SAMPLES, limits={"min_free_disk_gib": 1e9}), PROGRESS)
     with pytest.raises(TargetError, match="0 to 7"):
         capture_spec(tmp_path, target, SAMPLES, target={"dtype": "float32", "aux_layer_ids": [2, 4, 99]})
