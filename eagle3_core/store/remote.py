@@ -120,6 +120,10 @@ class RemoteStore(LocalStore):
         """As `read_range`, into memory of the caller, which is filled."""
         block[:] = self.read_range(ref, path, start, len(block))
 
+    def read_into(self, ref: ArtifactRef, path: str, start: int, block: memoryview) -> None:
+        """As `read_range`, into memory of the caller, which is filled."""
+        block[:] = self.read_range(ref, path, start, len(block))
+
     def find(self, ref: ArtifactRef) -> Manifest | None:
         """The bucket's manifest, partial or complete, or None.
 
