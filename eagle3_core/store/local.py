@@ -84,17 +84,27 @@ class LocalStore:
         Raises:
             StoreError: the file is missing or shorter.
         """
+        block = bytearray(length)
+        self.read_into(ref, path, start, memoryview(block))
+        return bytes(block)
+
+    def read_into(self, ref: ArtifactRef, path: str, start: int, block: memoryview) -> None:
+        """As `read_range`, into memory of the caller, which is filled."""
         file = self.folder(ref) / path
+        done = 0
         try:
             with file.open("rb", buffering=0) as handle:
-                found = os.pread(handle.fileno(), length, start)
+                while done < len(block):
+                    count = os.preadv(handle.fileno(), [block[done:]], start + done)
+                    if not count:
+                        break
+                    done += count
         except OSError as error:
             raise StoreError(
                 f"{file} cannot be read ({error.strerror})", remedy="run the stage that makes it again"
             ) from error
-        if len(found) != length:
-            raise StoreError(f"{file} ends at byte {start + len(found):,}", expected=f"{start + length:,}")
-        return found
+        if done < len(block):
+            raise StoreError(f"{file} ends at byte {start + done:,}", expected=f"{start + len(block):,}")
 
     def find(self, ref: ArtifactRef) -> Manifest | None:
         """The manifest, partial or complete, or None.

@@ -28,6 +28,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+import numpy as np
+
 from eagle3_core.store.files import LOCK_NAME, READ_BYTES, TEMPORARY_PREFIX
 
 BLOCK_BYTES = 4096
@@ -53,16 +55,16 @@ class SampleCache:
         self.keep_from = float("inf")
         self._full_until, self._room_left = 0.0, 0
 
-    def get(self, name: str, size: int) -> bytearray | None:
+    def get(self, name: str, size: int) -> memoryview | None:
         """The content of an entry of `size` bytes, unchecked, or None."""
         if not self.limit:
             return None
         path = self.folder / name
-        content = bytearray(size)
+        content = empty_block(size)
         try:
             with path.open("rb", buffering=0) as file:
                 filled = 0
-                while count := file.readinto(memoryview(content)[filled : filled + READ_BYTES]):
+                while count := file.readinto(content[filled : filled + READ_BYTES]):
                     filled += count
                 if filled != size or file.read(1):
                     raise OSError("the entry has another size")
@@ -175,6 +177,11 @@ def _write_all(file: IO[bytes], content: bytes | bytearray | memoryview) -> None
     rest = memoryview(content)
     while len(rest):
         rest = rest[file.write(rest[:READ_BYTES]) :]
+
+
+def empty_block(size: int) -> memoryview:
+    """Memory of `size` bytes that is not set to anything: quicker than a `bytearray`."""
+    return np.empty(size, np.uint8).data
 
 
 def blocks(size: int) -> int:

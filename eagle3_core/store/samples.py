@@ -19,12 +19,16 @@ from typing import NamedTuple
 
 from eagle3_core.artifacts import Manifest
 from eagle3_core.config import RunConfig
-from eagle3_core.errors import StoreError
+from eagle3_core.errors import LostObjectError, ObjectStoreError, StoreError
 from eagle3_core.store.layout import Block, ByteRange, ShardIndex
 from eagle3_core.store.local import LocalStore
-from eagle3_core.store.sample_cache import SampleCache
+from eagle3_core.store.sample_cache import SampleCache, empty_block
 from eagle3_core.store.shards import CapturedSample, decode_sample
 
+MAKE_AGAIN = (
+    "run the stages extract and verify again: only that shard is made anew; training then goes on from its "
+    "last checkpoint"
+)
 KEPT_TENSORS = ("final_rows", "input_ids", "loss_mask", "sample_hashes")
 """Read with the index of a shard: small beside the states."""
 RANGE_BYTES = 64 << 20
@@ -208,7 +212,7 @@ class SampleSource:
             self._cache.put(shard.part(ranges.sample_hash).hex(), states)
         return sample
 
-    def _read_sample(self, shard: _Shard, place: SamplePlace) -> tuple[bytearray, CapturedSample]:
+    def _read_sample(self, shard: _Shard, place: SamplePlace) -> tuple[memoryview, CapturedSample]:
         ranges = shard.index.ranges(place.number)
         states = self._read_states(place.shard, (ranges.aux_states, ranges.final_states))
         self._count(from_origin=len(states))
@@ -218,12 +222,13 @@ class SampleSource:
             self._count(num_damaged=1)
             raise SampleDamagedError(error.found) from error
 
-    def _read_states(self, name: str, places: Sequence[ByteRange]) -> bytearray:
+    def _read_states(self, name: str, places: Sequence[ByteRange]) -> memoryview:
         """The bytes of several ranges, one after the other."""
-        states = bytearray(sum(place.length for place in places))
+        states = empty_block(sum(place.length for place in places))
         filled = 0
         for place in chain.from_iterable(map(pieces, places)):
-            states[filled : filled + place.length] = self._read(name, place)
+            block = states[filled : filled + place.length]
+            self._store.read_into(self._manifest.ref, name, place.start, block)
             filled += place.length
         return states
 
@@ -237,11 +242,12 @@ class SampleSource:
         try:
             yield
         except StoreError as error:
+            if isinstance(error, ObjectStoreError) and not isinstance(error, LostObjectError):
+                raise  # nothing is known to be lost, and the error names the object and what to do
             raise StoreError(
                 f"{what} cannot be read: {error.found}",
                 expected=error.expected,
-                remedy="if it is lost or damaged, run the stages extract and verify again: only that shard "
-                "is made anew; training then goes on from its last checkpoint",
+                remedy=MAKE_AGAIN,
             ) from error
 
     def _name(self, shard: str) -> str:
@@ -280,19 +286,19 @@ def pieces(place: ByteRange) -> list[ByteRange]:
     return [ByteRange(start, min(RANGE_BYTES, end - start)) for start in starts]
 
 
-def _decoded(shard: _Shard, number: int, states: bytearray) -> CapturedSample:
+def _decoded(shard: _Shard, number: int, states: memoryview) -> CapturedSample:
     """A sample over its states' bytes and what is kept of the others.
 
     Raises:
         StoreError: they do not match the sample's hash.
     """
-    ranges, view = shard.index.ranges(number), memoryview(states)
+    ranges = shard.index.ranges(number)
     num_aux = ranges.aux_states.length
     blocks: list[Block] = [
         bytearray(shard.part(ranges.input_ids)),
         bytearray(shard.part(ranges.loss_mask)),
-        view[:num_aux],
-        view[num_aux:],
+        states[:num_aux],
+        states[num_aux:],
         bytearray(shard.part(ranges.final_rows)),
     ]
     if ranges.sample_hash is not None:

@@ -52,10 +52,10 @@ class Counting(LocalStore):
         self.ranges: list[tuple[str, int, int]] = []
         self._lock = threading.Lock()
 
-    def read_range(self, ref: ArtifactRef, path: str, start: int, length: int) -> bytes:
+    def read_into(self, ref: ArtifactRef, path: str, start: int, block: memoryview) -> None:
         with self._lock:
-            self.ranges.append((path, start, length))
-        return super().read_range(ref, path, start, length)
+            self.ranges.append((path, start, len(block)))
+        super().read_into(ref, path, start, block)
 
 
 @pytest.fixture
