@@ -18,6 +18,7 @@ import xxhash
 
 from eagle3_core.artifacts import FileEntry
 from eagle3_core.errors import StoreError
+from eagle3_core.store.disk import patiently
 
 READ_BYTES = 1 << 22
 TEMPORARY_PREFIX = ".tmp-"
@@ -116,9 +117,16 @@ class HashingWriter:
 
 
 def write_atomic(path: Path, content: bytes | str, before_rename: Callable[[], None] | None = None) -> None:
-    """Replace `path` by `content` in one step that survives a crash; see `atomic_file`."""
-    with atomic_file(path, before_rename) as handle:
-        handle.write(content.encode() if isinstance(content, str) else content)
+    """Replace `path` by `content` in one step that survives a crash, and waits where the disk is full; see
+    `atomic_file`.
+    """
+    whole = content.encode() if isinstance(content, str) else content
+
+    def write() -> None:
+        with atomic_file(path, before_rename) as handle:
+            handle.write(whole)
+
+    patiently(write, path.parent, len(whole), path.name)
 
 
 def write_new(path: Path, content: bytes | str) -> bool:
