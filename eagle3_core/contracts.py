@@ -272,6 +272,7 @@ class StepFailure(_Message):
     message: str
     traceback: str
     is_user_error: bool
+    details: dict[str, Any] = Field(default={}, description="Findings that the error carried, for tables.")
 
 
 class StepOutcome(_Message):

@@ -6,6 +6,10 @@ line; a traceback is for our own bugs.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
 EXIT_OK = 0
 EXIT_BUG = 1
 EXIT_USER_ERROR = 2
@@ -24,6 +28,8 @@ class Eagle3Error(Exception):
     """
 
     exit_code = EXIT_USER_ERROR
+    details: Mapping[str, Any] = MappingProxyType({})
+    """Findings beside the message, for tables; JSON-able."""
 
     def __init__(self, found: str, *, expected: str | None = None, remedy: str | None = None) -> None:
         self.found, self.expected, self.remedy = found, expected, remedy
@@ -79,7 +85,23 @@ class ProbeError(Eagle3Error):
 
 
 class VerificationError(Eagle3Error):
-    """Stored states are not what they claim to be."""
+    """Stored states are not what they claim to be.
+
+    Args:
+        found, expected, remedy: as of `Eagle3Error`.
+        details: all findings, as the result of the checks would hold them; JSON-able, for tables.
+    """
+
+    def __init__(
+        self,
+        found: str,
+        *,
+        expected: str | None = None,
+        remedy: str | None = None,
+        details: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(found, expected=expected, remedy=remedy)
+        self.details = details or {}
 
 
 class TrainingError(Eagle3Error):
@@ -110,6 +132,7 @@ class StepError(Eagle3Error):
         log_path: the step's complete log.
         tail: the last lines that the step printed.
         error_type: class of the error inside the step, e.g. `DataError`; None if the process just ended.
+        details: findings that the error inside the step carried.
     """
 
     exit_code = EXIT_STEP_FAILED
@@ -122,6 +145,8 @@ class StepError(Eagle3Error):
         tail: tuple[str, ...] = (),
         remedy: str | None = None,
         error_type: str | None = None,
+        details: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(found, remedy=remedy or f"full log: {log_path}")
         self.log_path, self.tail, self.error_type = log_path, tail, error_type
+        self.details = details or {}

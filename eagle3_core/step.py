@@ -135,6 +135,7 @@ def _failure(error: Exception) -> StepFailure:
         message=" ".join(message.split())[:2000],
         traceback=traceback.format_exc(),
         is_user_error=known,
+        details=dict(error.details) if isinstance(error, Eagle3Error) else {},
     )
 
 

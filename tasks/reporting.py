@@ -9,16 +9,26 @@ from collections.abc import Iterator
 from uuid import UUID
 
 from prefect import get_run_logger
-from prefect.artifacts import create_markdown_artifact, create_progress_artifact, update_progress_artifact
+from prefect.artifacts import (
+    create_markdown_artifact,
+    create_progress_artifact,
+    create_table_artifact,
+    update_progress_artifact,
+)
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import StateType
 from prefect.context import TaskRunContext
 from prefect.exceptions import PrefectException
 
+from eagle3_core.artifacts import ArtifactRef
 from eagle3_core.config import Stage
 from eagle3_core.contracts import ProgressEvent
+from eagle3_core.errors import StoreError
 from eagle3_core.host.lines import guess_level
-from eagle3_core.pipeline import Callbacks, StageOutcome
+from eagle3_core.lineage import trace
+from eagle3_core.pipeline import Callbacks, StageError, StageOutcome
+from eagle3_core.store.local import LocalStore
+from tasks import pages
 from tasks.terminal import terminal
 
 MAX_LINES_PER_SECOND = 200
@@ -90,15 +100,46 @@ class StageReporter:
             if state is not None and state.type in (StateType.CANCELLING, StateType.CANCELLED):
                 raise RunCancelled("the run was cancelled")
 
-    def finish(self, outcome: StageOutcome, markdown: str) -> None:
-        """Log the outcome and publish it as an artifact with a key that is the same in every run."""
+    def finish(self, outcome: StageOutcome, heading: str, store: LocalStore) -> None:
+        """Log the outcome; publish it, its tables and the manifests of what it made.
+
+        Keys are the same in every run, so that Prefect shows the history of each.
+        """
         self._tell_left_out()
         self._logger.info("%s %s", self._stage, outcome.message)
         terminal().stage_done(outcome)
         with _api_errors_logged(self._logger):
             create_markdown_artifact(
-                markdown, key=f"eagle3-{self._stage}", description=f"{self._stage}: {outcome.message}"[:500]
+                pages.outcome_markdown(outcome, heading),
+                key=f"eagle3-{self._stage}",
+                description=f"{self._stage}: {outcome.message}"[:500],
             )
+            self._publish_tables(outcome)
+            for ref in outcome.artifacts:
+                self._publish_manifest(store, ref)
+
+    def fail(self, error: StageError) -> None:
+        """Publish the findings that an error carries; the error itself is the task's state."""
+        with _api_errors_logged(self._logger):
+            self._publish_tables(
+                StageOutcome(stage=self._stage, message=str(error), result=dict(error.details))
+            )
+
+    def _publish_tables(self, outcome: StageOutcome) -> None:
+        for page in pages.stage_tables(outcome):
+            create_table_artifact(list(page.rows), key=page.key, description=page.description)
+
+    def _publish_manifest(self, store: LocalStore, ref: ArtifactRef) -> None:
+        try:
+            manifest, lineage = store.read(ref), trace(store, ref)
+        except StoreError as error:
+            self._logger.warning("no page of %s: %s", ref, error)
+            return
+        create_markdown_artifact(
+            pages.manifest_markdown(manifest, lineage),
+            key=pages.manifest_key(manifest),
+            description=f"{ref}, {manifest.bytes:,} bytes",
+        )
 
     @contextlib.contextmanager
     def core_log(self) -> Iterator[None]:

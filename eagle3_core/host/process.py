@@ -302,7 +302,13 @@ def _result(name: str, status: int, files: _StepFiles, output: _Output) -> Any:
     if outcome.failure is not None:
         failure = outcome.failure
         message = output.redact(failure.message)
-        raise StepError(message, log_path=log_path, tail=tail, error_type=failure.error_type)
+        raise StepError(
+            message,
+            log_path=log_path,
+            tail=tail,
+            error_type=failure.error_type,
+            details=failure.details,
+        )
     if status != 0:
         raise StepError(f"step {name} {describe_status(status)}", log_path=log_path, tail=tail)
     return RESULT_TYPES[name].model_validate(outcome.result)

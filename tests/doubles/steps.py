@@ -29,7 +29,7 @@ from eagle3_core.contracts import (
     TrainResult,
     VerifyResult,
 )
-from eagle3_core.errors import DataError
+from eagle3_core.errors import DataError, VerificationError
 from eagle3_core.identity import prompt_facts
 from eagle3_core.step import Progress
 from eagle3_core.store.dataset import DATASET_FILE, Sample, content_hash, write_dataset
@@ -75,6 +75,11 @@ def _user_error() -> None:
     raise DataError("the stand-in does not like its data", remedy="give it other data")
 
 
+def _bad_states() -> None:
+    bad = {"key": "k7", "shard": "shard-00003.safetensors", "problem": "capture id 4 has 1 NaN and 0 Inf"}
+    raise VerificationError("1 bad sample", details={"bad_samples": [bad], "layers": []})
+
+
 def _bug() -> None:
     print("last words before the bug: token-4711", flush=True)
     raise RuntimeError("a bug in the stand-in")
@@ -111,6 +116,7 @@ def _flood() -> None:
 
 FAULTS: dict[str, Callable[[], None]] = {
     "user_error": _user_error,
+    "bad_states": _bad_states,
     "bug": _bug,
     "exit": _exit,
     "kill": _kill,

@@ -14,6 +14,7 @@ from eagle3_core.config import PROJECT_ROOT, STAGES
 from eagle3_core.errors import EXIT_INTERRUPTED, EXIT_STEP_FAILED
 from eagle3_core.host.run_folder import find_run
 from eagle3_core.pipeline import StageError
+from eagle3_core.planning import MAKING_STAGE
 from tests.doubles.profile import stand_in_config, stand_in_profile
 from tests.host.test_process import living_steps, wait_for
 
@@ -85,19 +86,37 @@ def test_a_run_is_visible_in_the_api_and_in_its_folder(tmp_path, client):
     assert "INFO stand-in train begins" in task_log(client, runs["train"].id)
 
 
-def test_each_stage_has_an_artifact_and_each_step_its_progress(tmp_path, client):
+def artifacts_of(client, config):
     from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId
 
-    config = stand_in_config(tmp_path)
-    run_flow(config)
     chosen = ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[flow_run_of(client, config).id]))
-    artifacts = {artifact.key: artifact for artifact in client.read_artifacts(artifact_filter=chosen)}
-    assert set(artifacts) == {f"eagle3-{stage}" for stage in STAGES} | {
-        f"eagle3-{stage}-progress" for stage in STEP_STAGES
-    }
+    return {artifact.key: artifact for artifact in client.read_artifacts(artifact_filter=chosen)}
+
+
+def test_each_stage_has_an_artifact_each_step_its_progress_and_each_manifest_a_page(tmp_path, client):
+    config = stand_in_config(tmp_path, retention={"keep_last_captures": 1})
+    run_flow(config)
+    artifacts = artifacts_of(client, config)
+    assert set(artifacts) == (
+        {f"eagle3-{stage}" for stage in STAGES}
+        | {f"eagle3-{stage}-progress" for stage in STEP_STAGES}
+        | {f"eagle3-manifest-{kind}" for kind in MAKING_STAGE}
+        | {"eagle3-verify-table", "eagle3-cleanup-table"}
+    )
     assert artifacts["eagle3-train-progress"].data == 100.0
     capture = record_of(config).stage("extract").artifacts[0]
     assert f"`{capture}`" in artifacts["eagle3-extract"].data
+    assert f"## {capture}\n" in artifacts["eagle3-manifest-capture"].data
+    assert str(capture) in artifacts["eagle3-cleanup-table"].data
+
+
+def test_bad_states_are_a_table_also_where_they_end_the_run(tmp_path, client):
+    config = stand_in_config(tmp_path, fault={"step": "verify", "kind": "bad_states"})
+    assert run_flow(config).is_failed()
+    table = json.loads(artifacts_of(client, config)["eagle3-verify-table"].data)
+    assert [(row["what"], row["sample or layer"]) for row in table] == [("bad sample", "k7")]
+    assert record_of(config).state == "failed"
+    assert not list((config.store_path / "uses").glob("*.json"))
 
 
 @pytest.fixture(scope="module")

@@ -51,7 +51,7 @@ def test_progress_is_described_in_words(prefect_home):
 
 
 def test_the_page_of_a_stage_has_its_artifacts_and_figures(prefect_home):
-    from tasks.stage import outcome_markdown
+    from tasks.pages import outcome_markdown
 
     page = outcome_markdown(OUTCOME, "Captured hidden states")
     assert page.startswith("## Captured hidden states\n")

@@ -1,0 +1,179 @@
+"""What Prefect's artifacts say: pages in Markdown and rows of tables, made from outcomes and manifests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from eagle3_core.artifacts import Manifest
+from eagle3_core.lineage import Lineage
+from eagle3_core.pipeline import StageOutcome
+
+MAX_FILES = 50
+MAX_CELL = 400
+MAX_ROWS = 500
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class TablePage:
+    """A table artifact.
+
+    Attributes:
+        key: the same in every run, so that Prefect keeps its history.
+        rows: with the same columns in all of them.
+        description: one line above the table.
+    """
+
+    key: str
+    rows: Sequence[Row]
+    description: str
+
+
+def outcome_markdown(outcome: StageOutcome, heading: str) -> str:
+    """The stage's page: what it is, what it made, and every figure of its result."""
+    rows = [
+        ("outcome", outcome.message),
+        ("seconds", f"{outcome.seconds:.1f}"),
+        *((ref.kind, f"`{ref}`") for ref in outcome.artifacts),
+        *_figures(outcome.result),
+        *_figures(outcome.details),
+    ]
+    return f"## {heading}\n\n{_table(rows)}\n"
+
+
+def manifest_key(manifest: Manifest) -> str:
+    """The key of a manifest's page: one for each kind, so that its history shows the versions."""
+    return f"eagle3-manifest-{manifest.ref.kind}"
+
+
+def manifest_markdown(manifest: Manifest, lineage: Lineage) -> str:
+    """An artifact's page: what determined it, what it holds, what it was made from, by whom and with what."""
+    made = manifest.provenance
+    about = [
+        ("artifact", f"`{manifest.ref}`"),
+        ("state", manifest.state),
+        ("files", f"{len(manifest.files):,}"),
+        ("bytes", f"{manifest.bytes:,}"),
+        ("hash over all files", f"`{manifest.content}`"),
+        (
+            "made from",
+            ", ".join(f"{role} `{ref}`" for role, ref in manifest.parents.items()) or "its sources",
+        ),
+        ("lineage", lineage_line(lineage)),
+        ("made", f"{made.created_at} on {made.host} by the run `{made.run_id}`"),
+        ("code", f"`{made.git_commit}`"),
+        ("environment", f"Python {made.python}, {_versions(made.packages)}"),
+    ]
+    identity = {key: value for key, value in manifest.identity.items() if key != "made_from"}
+    files = [(f"`{entry.path}`", f"{entry.bytes:,} bytes, `{entry.xxh3_128}`") for entry in manifest.files]
+    left_out = len(files) - MAX_FILES
+    more = f"\n{left_out:,} more files are in the manifest.\n" if left_out > 0 else ""
+    return (
+        f"## {manifest.ref}\n\n{_table(about)}\n"
+        f"\n### What determined it\n\n{_table(_figures(identity))}\n"
+        f"\n### Files (xxh3-128)\n\n{_table(files[:MAX_FILES])}\n{more}"
+    )
+
+
+def lineage_line(lineage: Lineage) -> str:
+    """Every ancestor in one line, the roots first."""
+    names = [f"`{node.id}`" + (f" ({node.name})" if node.name else "") for node in lineage.nodes]
+    return " → ".join(names)
+
+
+def stage_tables(outcome: StageOutcome) -> list[TablePage]:
+    """The tables that a stage's outcome fills; a stage without rows has none."""
+    makers = {"verify": _verify_rows, "extract": _extract_rows, "cleanup": _cleanup_rows}
+    maker = makers.get(outcome.stage)
+    rows = maker(outcome) if maker else []
+    if not rows:
+        return []
+    shown = rows[:MAX_ROWS]
+    if len(rows) > MAX_ROWS:
+        columns = dict.fromkeys(rows[0], "")
+        shown.append(columns | {next(iter(columns)): f"and {len(rows) - MAX_ROWS:,} more"})
+    key = f"eagle3-{outcome.stage}-table"
+    return [TablePage(key, shown, f"{outcome.stage}: {outcome.message}"[:500])]
+
+
+def _verify_rows(outcome: StageOutcome) -> list[Row]:
+    """Condemned shards first, then bad samples, layers and the agreement."""
+    result = outcome.result
+    rows = [
+        _finding("condemned shard", shard.get("shard", ""), "", shard.get("reason", shard.get("problem", "")))
+        for shard in result.get("condemned", ())
+    ]
+    rows += [
+        _finding("bad sample", bad["shard"], bad["key"], bad["problem"])
+        for bad in result.get("bad_samples", ())
+    ]
+    rows += [
+        _finding(
+            "layer",
+            "",
+            f"capture id {layer['capture_id']}",
+            f"nearest {layer['nearest_id']}, median error {layer['median_error']:.4g}, "
+            f"nearest other {layer['nearest_wrong_median']:.4g}",
+        )
+        for layer in result.get("layers", ())
+    ]
+    if result.get("num_rows_checked"):
+        found = f"{result['agreement']:.4f} of {result['num_rows_checked']:,} rows"
+        rows.append(_finding("next tokens", "", "", f"{found}, {result.get('num_ties', 0):,} of them ties"))
+    return rows
+
+
+def _finding(what: str, shard: str, where: str, finding: str) -> Row:
+    return {"what": what, "shard": shard, "sample or layer": where, "finding": finding}
+
+
+def _extract_rows(outcome: StageOutcome) -> list[Row]:
+    return [
+        {"what": "quarantined sample", "key": one["key"], "reason": one["reason"]}
+        for one in outcome.result.get("quarantined", ())
+    ]
+
+
+def _cleanup_rows(outcome: StageOutcome) -> list[Row]:
+    return [
+        {
+            "what": line["action"],
+            "artifact": line["artifact"],
+            "bytes": line["bytes"],
+            "made": line["created_at"],
+            "why": "; ".join(line["reasons"]),
+        }
+        for line in outcome.details.get("retention", {}).get("lines", ())
+    ]
+
+
+def _figures(values: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    """Numbers and words of a result; long lists as their length."""
+    rows: list[tuple[str, str]] = []
+    for name, value in values.items():
+        if isinstance(value, dict):
+            rows += _figures(value, f"{prefix}{name}.")
+        elif isinstance(value, list | tuple) and any(isinstance(item, dict) for item in value):
+            rows.append((prefix + name, f"{len(value)} entries"))
+        elif isinstance(value, float):
+            rows.append((prefix + name, f"{value:,.4g}"))
+        elif isinstance(value, int) and not isinstance(value, bool):
+            rows.append((prefix + name, f"{value:,}"))
+        elif value is not None:
+            rows.append((prefix + name, str(value)))
+    return rows
+
+
+def _versions(packages: dict[str, str]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in sorted(packages.items())) or "no packages"
+
+
+def _table(rows: Iterable[tuple[str, str]]) -> str:
+    lines = "\n".join(f"| {_cell(name)} | {_cell(text)} |" for name, text in rows)
+    return f"| | |\n|---|---|\n{lines}"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")[:MAX_CELL]

@@ -1,0 +1,78 @@
+"""What Prefect's artifacts say of outcomes and manifests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from eagle3_core.lineage import trace
+from eagle3_core.pipeline import StageOutcome
+from eagle3_core.store.local import LocalStore
+from tests.store.artifacts import add_run
+
+pytestmark = pytest.mark.orchestrator
+
+
+def test_the_page_of_a_manifest_says_what_made_the_artifact_and_what_it_holds(tmp_path: Path) -> None:
+    from tasks.pages import manifest_key, manifest_markdown
+
+    store = LocalStore(tmp_path)
+    run = add_run(store, "a", age_days=1)
+    manifest = store.read(run.checkpoint)
+    page = manifest_markdown(manifest, trace(store, run.checkpoint))
+    assert manifest_key(manifest) == "eagle3-manifest-checkpoint"
+    assert f"## {run.checkpoint}\n" in page
+    assert f"capture `{run.capture}`, vocabulary `{run.vocabulary}`" in page
+    assert f"`{manifest.files[0].path}` | 10 bytes, `{manifest.files[0].xxh3_128}`" in page
+    assert f"| hash over all files | `{manifest.content}` |" in page
+    assert f"`{run.conversations}` → `{run.dataset}`" in page
+    assert "| name | a |" in page
+    assert "made_from" not in page
+
+
+def test_a_verification_is_a_table_of_what_is_wrong_and_what_was_measured() -> None:
+    from tasks.pages import stage_tables
+
+    result = {
+        "agreement": 0.9912,
+        "num_rows_checked": 1200,
+        "num_ties": 3,
+        "layers": [{"capture_id": 2, "nearest_id": 2, "median_error": 0.001, "nearest_wrong_median": 0.4}],
+        "bad_samples": [{"key": "k7", "shard": "shard-00003", "problem": "capture id 4 has 1 NaN and 0 Inf"}],
+        "condemned": [{"shard": "shard-00001", "reason": "3 rows of states for 4 tokens"}],
+    }
+    (page,) = stage_tables(StageOutcome(stage="verify", message="made: verification/1", result=result))
+    assert page.key == "eagle3-verify-table"
+    assert [row["what"] for row in page.rows] == ["condemned shard", "bad sample", "layer", "next tokens"]
+    assert page.rows[1] == {
+        "what": "bad sample", "shard": "shard-00003", "sample or layer": "k7",
+        "finding": "capture id 4 has 1 NaN and 0 Inf",
+    }  # fmt: skip
+    assert page.rows[3]["finding"] == "0.9912 of 1,200 rows, 3 of them ties"
+    assert len({tuple(row) for row in page.rows}) == 1
+
+
+def test_quarantine_and_collected_garbage_are_tables_and_nothing_is_no_table() -> None:
+    from tasks.pages import stage_tables
+
+    quarantine = {"quarantined": [{"key": "k", "reason": "kills the engine"}]}
+    (page,) = stage_tables(StageOutcome(stage="extract", result=quarantine))
+    assert page.rows == [{"what": "quarantined sample", "key": "k", "reason": "kills the engine"}]
+    line = {
+        "artifact": "capture/1", "bytes": 5, "created_at": "t", "action": "kept", "reasons": ["a", "b"],
+        "named": True,
+    }  # fmt: skip
+    (page,) = stage_tables(StageOutcome(stage="cleanup", details={"retention": {"lines": [line]}}))
+    assert page.rows[0]["why"] == "a; b"
+    assert stage_tables(StageOutcome(stage="extract", result={})) == []
+    assert stage_tables(StageOutcome(stage="train", result={"num_steps": 3})) == []
+
+
+def test_a_long_table_is_cut_and_says_so() -> None:
+    from tasks.pages import MAX_ROWS, stage_tables
+
+    many = [{"key": f"k{index}", "reason": "r"} for index in range(MAX_ROWS + 7)]
+    (page,) = stage_tables(StageOutcome(stage="extract", result={"quarantined": many}))
+    assert len(page.rows) == MAX_ROWS + 1
+    assert page.rows[-1] == {"what": "and 7 more", "key": "", "reason": ""}
