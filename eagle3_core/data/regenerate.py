@@ -8,6 +8,7 @@ on with what is missing.
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import logging
 import os
@@ -16,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from eagle3_core.config import RunConfig
 from eagle3_core.contracts import Rejection
@@ -24,6 +25,7 @@ from eagle3_core.data.conversations import Prompt
 from eagle3_core.data.template import ChatTemplate
 from eagle3_core.errors import DataError
 from eagle3_core.step import Progress
+from eagle3_core.store.files import append
 
 if TYPE_CHECKING:
     from vllm import LLM, SamplingParams
@@ -72,22 +74,21 @@ class AnswerLog:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._handle: IO[bytes] | None = None
+        self._handle: io.FileIO | None = None
         self._synced = time.monotonic()
 
     def open(self) -> list[Answer]:
         """Answers from earlier sessions; the log is then ready for more."""
         content = self._path.read_bytes() if self._path.exists() else b""
         whole = content[: content.rfind(b"\n") + 1]
-        self._handle = self._path.open("ab")
+        self._handle = io.FileIO(self._path, "a")
         self._handle.truncate(len(whole))
         return [Answer(**json.loads(line)) for line in whole.splitlines()]
 
     def append(self, answer: Answer) -> None:
         """Add an answer; it survives the end of this process."""
         assert self._handle is not None, "open the log first"
-        self._handle.write(json.dumps(asdict(answer)).encode() + b"\n")
-        self._handle.flush()
+        append(self._handle, json.dumps(asdict(answer)).encode() + b"\n", self._path)
         if time.monotonic() - self._synced > SYNC_SECONDS:
             os.fsync(self._handle.fileno())
             self._synced = time.monotonic()

@@ -7,6 +7,7 @@ that starts the same step inside a container needs another command and nothing e
 from __future__ import annotations
 
 import contextlib
+import io
 import queue
 import signal
 import subprocess
@@ -17,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
@@ -28,6 +29,8 @@ from eagle3_core.host.engine_environment import engine_environment
 from eagle3_core.host.lines import LineSplitter, Parsed, Redactor, parse_line
 from eagle3_core.host.process_tree import STEP_VARIABLE, ProcessTree, step_variable
 from eagle3_core.sections import EngineConfig
+from eagle3_core.store.disk import as_host_error
+from eagle3_core.store.files import append, write_atomic
 
 TAIL_LINES = 30
 STARTED_MARK = "# started "
@@ -98,10 +101,11 @@ class _Output:
     """Sends a step's lines to its log, to the tail and to the callbacks."""
 
     def __init__(
-        self, log: IO[str], redact: Redactor, on_line: OnLine | None, on_progress: OnProgress | None
+        self, log: io.FileIO, redact: Redactor, on_line: OnLine | None, on_progress: OnProgress | None
     ) -> None:
         self._log, self.redact = log, redact
         self._on_line, self._on_progress = on_line, on_progress
+        self._unwritten = 0
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
 
     @property
@@ -125,11 +129,21 @@ class _Output:
     def _parse(self, line: str) -> Parsed:
         parsed = parse_line(self.redact(line))
         if parsed.text is not None:
-            self._log.write(parsed.text + "\n")
-            self._log.flush()
+            self._write(parsed.text)
             if parsed.text.strip():
                 self._tail.append(parsed.text)
         return parsed
+
+    def _write(self, text: str) -> None:
+        """Add a line to the log; one that cannot be written is counted and does not end the step."""
+        lost = f"{self._unwritten} lines could not be written here\n" if self._unwritten else ""
+        try:
+            self._log.write(f"{lost}{text}\n".encode(errors="replace"))
+            self._unwritten = 0
+        except OSError as error:
+            self._unwritten += 1
+            if self._unwritten == 1 and self._on_line:
+                self._on_line(f"WARNING the step's log cannot be written ({error.strerror}); it goes on")
 
 
 class _StepFiles:
@@ -139,17 +153,19 @@ class _StepFiles:
         self.spec = folder / f"{name}.spec.json"
         self.result = folder / f"{name}.result.json"
 
-    def open_log(self, spec: BaseModel) -> IO[str]:
+    def open_log(self, spec: BaseModel) -> io.FileIO:
         """Write the spec, remove an earlier result and open the log for appending."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.result.unlink(missing_ok=True)
-            self.spec.write_text(spec.model_dump_json(indent=1))
-            log = self.log.open("a", encoding="utf-8")
-            log.write(f"{STARTED_MARK}{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC\n")
+            write_atomic(self.spec, spec.model_dump_json(indent=1))
+            log = io.FileIO(self.log, "a")
+            append(log, f"{STARTED_MARK}{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC\n".encode(), self.log)
             return log
         except OSError as error:
-            raise HostError(f"cannot write the log folder {self.folder} ({error})") from error
+            raise as_host_error(error) or HostError(
+                f"cannot write the log folder {self.folder} ({error})"
+            ) from error
 
 
 def local_command(engine: EngineConfig, name: str, files: _StepFiles) -> list[str]:

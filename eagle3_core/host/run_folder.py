@@ -27,6 +27,7 @@ from eagle3_core.config import RunConfig, Stage
 from eagle3_core.errors import HostError
 from eagle3_core.host.lines import without_secrets
 from eagle3_core.host.process_tree import ProcessId
+from eagle3_core.store.disk import as_host_error
 from eagle3_core.store.files import write_atomic
 
 StageState = Literal["pending", "running", "completed", "failed", "cancelled"]
@@ -118,7 +119,9 @@ class RunFolder:
         try:
             write_atomic(self.path / RECORD_NAME, record.model_dump_json(indent=1))
         except OSError as error:
-            raise HostError(f"cannot write the run folder {self.path} ({error})") from error
+            raise as_host_error(error) or HostError(
+                f"cannot write the run folder {self.path} ({error})"
+            ) from error
 
     def update_stage(self, stage: Stage, **changes: Any) -> StageRecord:
         """Change one stage's record on disk and return it."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import os
 import uuid
 from collections.abc import Callable, Iterator
@@ -20,7 +21,8 @@ from eagle3_core.artifacts import FileEntry
 from eagle3_core.errors import StoreError
 from eagle3_core.store.disk import patiently
 
-READ_BYTES = 1 << 22
+READ_BYTES = 1 << 20
+"""Small enough to stay in a core's cache between reading and hashing."""
 TEMPORARY_PREFIX = ".tmp-"
 LOCK_NAME = ".lock"
 """Of the file that says who holds a folder; others that begin so exist while somebody waits for it."""
@@ -129,6 +131,18 @@ def write_atomic(path: Path, content: bytes | str, before_rename: Callable[[], N
     patiently(write, path.parent, len(whole), path.name)
 
 
+def append(handle: io.FileIO, content: bytes, path: Path) -> None:
+    """Add to a file that was opened unbuffered; on a full disk it waits and goes on where it stopped."""
+    rest = memoryview(content)
+
+    def write() -> None:
+        nonlocal rest
+        while rest:
+            rest = rest[handle.write(rest) or 0 :]
+
+    patiently(write, path.parent, len(content), path.name)
+
+
 def write_new(path: Path, content: bytes | str) -> bool:
     """Give `path` this content unless it is there already; of several that try it, one succeeds."""
     draft = path.with_name(f"{TEMPORARY_PREFIX}{path.name}.{uuid.uuid4().hex}")
@@ -166,9 +180,11 @@ def remove_temporary_files(folder: Path) -> None:
 def hash_file(path: Path) -> str:
     """xxh3_128 of a file's bytes, as hex."""
     digest = xxhash.xxh3_128()
-    with path.open("rb") as handle:
-        while block := handle.read(READ_BYTES):
-            digest.update(block)
+    block = memoryview(bytearray(READ_BYTES))
+    with path.open("rb", buffering=0) as handle:
+        os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        while count := handle.readinto(block):
+            digest.update(block[:count])
     return digest.hexdigest()
 
 

@@ -11,13 +11,15 @@ complete only the finished draft and `metrics.jsonl` remain.
 
 from __future__ import annotations
 
+import functools
+import io
 import json
 import logging
 import os
 import pickle
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from safetensors.torch import load_file, save
@@ -25,7 +27,8 @@ from torch import Tensor
 
 from eagle3_core.artifacts import ArtifactPlan, differing_keys
 from eagle3_core.errors import StoreError, TrainingError
-from eagle3_core.store.files import atomic_file, hash_file, write_atomic
+from eagle3_core.store.disk import make_room, patiently
+from eagle3_core.store.files import append, atomic_file, hash_file, write_atomic
 
 logger = logging.getLogger(__name__)
 POINTER = "resume.json"
@@ -86,8 +89,7 @@ class ResumeFolder:
             best: file of the best epoch's weights, which this checkpoint refers to.
         """
         path = self._folder / f"resume-{step:08d}.pt"
-        with atomic_file(path) as handle:
-            torch.save(state, handle)
+        self._write(path, tensor_bytes(state), functools.partial(torch.save, state))
         files = [path.name, *([best] if best else [])]
         hashes = {name: hash_file(self._folder / name) for name in files}
         others = [entry for entry in self._entries if entry["step"] != step]
@@ -103,8 +105,8 @@ class ResumeFolder:
     def save_best(self, tensors: dict[str, Tensor], epoch: int) -> str:
         """Write the weights of the best epoch so far; returns the file's name."""
         name = f"best-{epoch:05d}.safetensors"
-        with atomic_file(self._folder / name) as handle:
-            handle.write(save({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}))
+        content = save({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()})
+        self._write(self._folder / name, len(content), lambda handle: handle.write(content))
         return name
 
     def load_best(self, name: str) -> dict[str, Tensor]:
@@ -116,6 +118,18 @@ class ResumeFolder:
         (self._folder / POINTER).unlink(missing_ok=True)
         self._entries = []
         self._remove_unnamed()
+
+    def _write(self, path: Path, num_bytes: int, put: Callable[[Any], object]) -> None:
+        """Write a file where there is room for it above the reserve, and again where the disk was full."""
+        make_room(self._folder, num_bytes, path.name)
+
+        def write() -> None:
+            with atomic_file(path) as handle:
+                failing = _FailingLater(handle)
+                put(failing)
+                failing.fail()
+
+        patiently(write, self._folder, num_bytes, path.name)
 
     @property
     def _remedy(self) -> str:
@@ -145,21 +159,53 @@ class ResumeFolder:
                     path.unlink()
 
 
+class _FailingLater:
+    """Swallows a write's error and raises it afterwards: torch cannot pass one through its own code."""
+
+    def __init__(self, handle: IO[bytes]) -> None:
+        self._handle = handle
+        self._error: OSError | None = None
+
+    def write(self, block: bytes | memoryview) -> int:
+        """Write a block, or pretend to once one could not be written."""
+        if self._error is None:
+            try:
+                return self._handle.write(block)
+            except OSError as error:
+                self._error = error
+        return memoryview(block).nbytes
+
+    def flush(self) -> None:
+        """Nothing: the file is flushed when it is whole."""
+
+    def fail(self) -> None:
+        """Raise the first error."""
+        if self._error is not None:
+            raise self._error
+
+
+def tensor_bytes(state: Any) -> int:
+    """Bytes of all tensors in nested dictionaries and lists."""
+    if isinstance(state, Tensor):
+        return state.nbytes
+    values = state.values() if isinstance(state, dict) else state if isinstance(state, (list, tuple)) else ()
+    return sum(tensor_bytes(value) for value in values)
+
+
 class MetricsLog:
     """`metrics.jsonl`, one JSON object a line; after a resume it goes on where the checkpoint left it."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / METRICS_FILE
-        self._handle = self.path.open("ab")
+        self._handle = io.FileIO(self.path, "a")
 
     def append(self, records: Iterable[dict[str, Any]]) -> None:
         """Add records; they reach the file at once."""
-        self._handle.write("".join(json.dumps(record) + "\n" for record in records).encode())
-        self._handle.flush()
+        append(self._handle, "".join(json.dumps(record) + "\n" for record in records).encode(), self.path)
 
     def sync(self) -> int:
         """Make what was written durable; returns the length in bytes."""
-        os.fsync(self._handle.fileno())
+        patiently(lambda: os.fsync(self._handle.fileno()), self.path.parent, 0, self.path.name)
         return self._handle.seek(0, os.SEEK_END)
 
     def cut(self, length: int) -> None:

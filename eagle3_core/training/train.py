@@ -18,7 +18,8 @@ from eagle3_core.data.vocabulary import DraftVocabulary, load_vocabulary
 from eagle3_core.errors import TrainingError
 from eagle3_core.identity import draft_vocab_size
 from eagle3_core.store.dataset import Sample, benchmark_samples, read_dataset
-from eagle3_core.store.files import atomic_file, write_atomic
+from eagle3_core.store.disk import make_room
+from eagle3_core.store.files import write_atomic
 from eagle3_core.store.local import ArtifactWriter, LocalStore
 from eagle3_core.store.open import open_store
 from eagle3_core.store.samples import SampleSource, open_samples
@@ -207,8 +208,9 @@ def _result(draft: Eagle3DraftModel, outcome: Outcome, index: SampleIndex) -> Tr
 def _complete(writer: ArtifactWriter, draft: Eagle3DraftModel, result: TrainResult, seconds: float) -> None:
     """Write the finished draft and mark the artifact complete, which also removes the resume files."""
     weights, config = writer.folder / WEIGHTS_FILE, writer.folder / CONFIG_FILE
-    with atomic_file(weights) as handle:
-        handle.write(save(checkpoint_tensors(draft), metadata={"format": "pt"}))
+    content = save(checkpoint_tensors(draft), metadata={"format": "pt"})
+    make_room(writer.folder, len(content), weights.name)
+    write_atomic(weights, content)
     write_atomic(config, json.dumps(draft.config.to_dict(), indent=1, default=str))
     writer.complete(
         [weights, config, writer.folder / METRICS_FILE],
