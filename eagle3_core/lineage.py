@@ -114,12 +114,12 @@ def find_artifact(store: LocalStore, text: str) -> ArtifactRef:
     if "/" in text:
         ref = ArtifactRef.parse(text)
         if store.find(ref) is None:
-            raise StoreError(f"{ref} is not in {store.root}", remedy="set --store or --workspace")
+            raise StoreError(f"{ref} is not in {store.place}", remedy="set --store or --workspace")
         return ref
     matches = [ref for ref in store.refs() if ref.id.startswith(text)]
     if len(matches) != 1:
         found = ", ".join(str(ref) for ref in matches[:5]) or "none"
-        raise StoreError(f"{len(matches)} artifacts in {store.root} begin with {text!r}: {found}")
+        raise StoreError(f"{len(matches)} artifacts in {store.place} begin with {text!r}: {found}")
     return matches[0]
 
 
@@ -135,7 +135,7 @@ def trace(store: LocalStore, ref: ArtifactRef, workspace: Path | None = None) ->
     tracer.visit(ref)
     return Lineage(
         artifact=str(ref),
-        store=str(store.root),
+        store=store.place,
         nodes=tuple(tracer.nodes.values()),
         edges=tuple(tracer.edges),
     )

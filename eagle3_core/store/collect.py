@@ -76,7 +76,7 @@ def collect_garbage(
     known = {manifest.ref for manifest in manifests} | {ref for ref, _ in unreadable}
     missing = [str(ref) for ref in forced if ref not in known]
     if missing:
-        raise StoreError(f"{', '.join(missing)} is not in {store.root}", remedy="`eagle3 gc` lists what is")
+        raise StoreError(f"{', '.join(missing)} is not in {store.place}", remedy="`eagle3 gc` lists what is")
     in_use = dict(also_in_use or {}) | used_artifacts(current_uses(store))
     verdicts = decide(manifests, policy, now, in_use, forced, [str(ref) for ref, _ in unreadable])
     verdicts = [*verdicts, *(_unreadable_verdict(ref, why, forced) for ref, why in unreadable)]
@@ -84,12 +84,10 @@ def collect_garbage(
         trash.finish()
     present = trash.entries()
     old = expired(present, now, purge_after_days) if purge_after_days is not None else []
-    purged = [entry for entry in old if entry.ref not in in_use]
     lines = [_line(store, trash, verdict, forced, dry_run) for verdict in verdicts]
-    for entry in purged:
-        if not dry_run:
-            trash.purge(entry)
-    lines += [_trash_line(entry, "purged" if entry in purged else "in trash") for entry in present]
+    for entry in present:
+        is_due = entry in old and entry.ref not in in_use
+        lines.append(_purge(trash, entry, dry_run) if is_due else _trash_line(entry, "in trash"))
     return _report(store, lines, dry_run, policy, [why for _, why in unreadable])
 
 
@@ -159,6 +157,16 @@ def _move(
     return (user,)
 
 
+def _purge(trash: Trash, entry: TrashEntry, dry_run: bool) -> GcLine:
+    """Remove one artifact for good; one that somebody makes again at this moment waits."""
+    try:
+        if not dry_run:
+            trash.purge(entry)
+    except FolderInUseError:
+        return _trash_line(entry, "in trash")
+    return _trash_line(entry, "purged")
+
+
 def _trash_line(entry: TrashEntry, action: Action) -> GcLine:
     moved = entry.moved_at.isoformat(timespec="seconds")
     reason = f"in the trash since {moved}"
@@ -186,7 +194,7 @@ def _report(
             "say what keeps them; a person can name one with --force",
         ]
     return GcReport(
-        store=str(store.root),
+        store=store.place,
         dry_run=dry_run,
         lines=tuple(lines),
         trashed_bytes=sums["to trash"],

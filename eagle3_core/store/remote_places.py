@@ -4,10 +4,12 @@ A bucket cannot move folders, so only an artifact's manifest goes to the trash: 
 artifact, and its other objects stay where they are until it is purged or restored.
 
     trash/<time>-<kind>-<id>     the manifest of an artifact in the trash
+    trash/.purging-...           says that its objects are being removed
 """
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from pathlib import Path
 
@@ -18,7 +20,7 @@ from eagle3_core.errors import FolderInUseError, StoreError
 from eagle3_core.store.lease import LEASE_NAME, hold_lease
 from eagle3_core.store.local import MANIFEST_NAME
 from eagle3_core.store.objects import ObjectClient
-from eagle3_core.store.trash import TRASH, TrashEntry
+from eagle3_core.store.trash import PURGING, TRASH, TrashEntry
 from eagle3_core.store.uploads import abort_uploads
 
 
@@ -139,33 +141,44 @@ class ObjectTrash:
             self._client.delete([key])
 
     def purge(self, entry: TrashEntry) -> None:
-        """Remove an artifact for good: its objects, then its name in the trash.
+        """Remove an artifact for good: first its name in the trash, then its objects.
 
         Of one that is in its place again only the name in the trash goes: the objects may be in use.
 
         Raises:
             StoreError: they cannot be removed, or somebody writes the artifact.
         """
+        marker = f"{TRASH}/{PURGING}{entry.name}"
         with hold_lease(self._client, str(entry.ref), wait_seconds=0.0) as lease:
-            others = [one for one in self.entries() if one.ref == entry.ref and one.name != entry.name]
+            self._client.put_bytes(marker, b"")
+            self._client.delete([f"{TRASH}/{entry.name}"])
+            others = [one for one in self.entries() if one.ref == entry.ref]
             if not others and self._client.head(f"{entry.ref}/{MANIFEST_NAME}") is None:
                 self._client.run(abort_uploads(self._client, f"{entry.ref}/"))
                 lease.check()
                 keys = self._client.list(f"{entry.ref}/")
                 self._client.delete([key for key in keys if key != f"{entry.ref}/{LEASE_NAME}"])
                 shutil.rmtree(self._mirror / entry.ref.kind / entry.ref.id, ignore_errors=True)
-            self._client.delete([f"{TRASH}/{entry.name}"])
+            self._client.delete([marker])
 
     def finish(self) -> None:
-        """Take away the trash names of artifacts that a crash, or a new making, has left in their place."""
+        """Go on with interrupted purges, and take away the names of artifacts that are in their place.
+
+        What somebody writes at this moment is left for the next time.
+        """
+        for key in self._client.list(f"{TRASH}/{PURGING}"):
+            entry = TrashEntry.parse(key.removeprefix(f"{TRASH}/{PURGING}"))
+            if entry is not None:
+                with contextlib.suppress(FolderInUseError):
+                    self.purge(entry)
         for entry in self.entries():
             if self._client.head(f"{entry.ref}/{MANIFEST_NAME}") is None:
                 continue
-            try:
-                with hold_lease(self._client, str(entry.ref), wait_seconds=0.0):
-                    self._client.delete([f"{TRASH}/{entry.name}"])
-            except FolderInUseError:
-                continue
+            with (
+                contextlib.suppress(FolderInUseError),
+                hold_lease(self._client, str(entry.ref), wait_seconds=0.0),
+            ):
+                self._client.delete([f"{TRASH}/{entry.name}"])
 
 
 def _bytes(text: bytes | None) -> int:

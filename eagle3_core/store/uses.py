@@ -75,7 +75,7 @@ class RunUse:
             store.notes(USES).write(self._run_id + SUFFIX, use.model_dump_json())
         except OSError as error:
             raise StoreError(
-                f"cannot note in {store.root} what the run uses ({error})", remedy="make it writable"
+                f"cannot note in {store.place} what the run uses ({error})", remedy="make it writable"
             ) from error
         self._stores = [store]
         if self._heart is None:
@@ -122,7 +122,7 @@ def current_uses(store: LocalStore) -> list[Use]:
             use = Use.model_validate_json(text)
         except ValidationError as error:
             raise StoreError(
-                f"the note {USES}/{name} in {store.root} cannot be read",
+                f"the note {USES}/{name} in {store.place} cannot be read",
                 remedy="remove it if no run of that name is in progress",
             ) from error
         if use.is_over(age):

@@ -7,8 +7,10 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from eagle3_core.artifacts import ArtifactKind, ArtifactPlan, ArtifactRef, Manifest
-from eagle3_core.store.local import LocalStore
+from eagle3_core.store.local import MANIFEST_NAME, LocalStore
+from eagle3_core.store.remote import RemoteStore
 
+PROMPTS = "ab" * 16
 NOW = datetime(2026, 3, 1, tzinfo=UTC)
 
 
@@ -69,7 +71,11 @@ def add(
 
 def replace_manifest(store: LocalStore, manifest: Manifest) -> None:
     """Write a changed manifest where the artifact lies."""
-    (store.folder(manifest.ref) / "manifest.json").write_text(manifest.model_dump_json(indent=1))
+    text = manifest.model_dump_json(indent=1)
+    if isinstance(store, RemoteStore):
+        store.client.put_bytes(f"{manifest.ref}/{MANIFEST_NAME}", text.encode())
+    else:
+        (store.folder(manifest.ref) / MANIFEST_NAME).write_text(text)
 
 
 def add_run(
@@ -88,7 +94,7 @@ def add_run(
     def one(kind: ArtifactKind, parents: dict[str, ArtifactRef], **facts: Any) -> ArtifactRef:
         identity: dict[str, Any] = {"name": name}
         if kind == "conversations":
-            identity["limit"] = limit
+            identity |= {"limit": limit, "prompts": [PROMPTS], "target": "t", "revision": "main"}
         if kind == "capture":
             identity |= {"target": "t", "content": content or name}
         made = add(
@@ -97,7 +103,12 @@ def add_run(
         )  # fmt: skip
         return made.ref
 
-    conversations = one("conversations", {}, prompt_files=[{"name": "prompts.jsonl", "sha256": "ab" * 32}])
+    conversations = one(
+        "conversations",
+        {},
+        prompt_files=[{"name": "prompts.jsonl", "sha256": PROMPTS}],
+        target_model="ORG/NAME",
+    )
     dataset = one("dataset", {"conversations": conversations})
     vocabulary = one("vocabulary", {"dataset": dataset})
     capture = one("capture", {"dataset": dataset})
