@@ -5,6 +5,9 @@ processes of their own, several side by side where there are GPUs for them. Wher
 on this one, is already at work on the same capture, this step takes shards from the same plan: whoever holds
 the capture's lock writes the manifest, and the others wait for its last shard. With none missing no engine is
 started.
+
+Into a bucket one host captures at a time: finished shards are uploaded while others are made, and leave the
+local disk when the bucket holds them.
 """
 
 from __future__ import annotations
@@ -21,8 +24,9 @@ from pydantic import ByteSize
 from eagle3_core.artifacts import FileEntry, Manifest
 from eagle3_core.capture.job import CaptureJob, capture_layout, check_plan
 from eagle3_core.capture.pool import EnginePool, session_prefix
-from eagle3_core.capture.room import Pauses, ShardRoom
+from eagle3_core.capture.room import Backlog, Pauses, ShardRoom
 from eagle3_core.capture.shard_queue import ShardQueue, Staging
+from eagle3_core.config import RunConfig
 from eagle3_core.contracts import ExtractResult, Rejection, StepSpec
 from eagle3_core.errors import CaptureError, DiskFullError, FolderInUseError
 from eagle3_core.step import Progress
@@ -30,6 +34,7 @@ from eagle3_core.store.claims import Claims
 from eagle3_core.store.dataset import Sample, read_dataset
 from eagle3_core.store.disk import DiskGuard, guarding
 from eagle3_core.store.files import file_problem
+from eagle3_core.store.lease import LeaseHeldError
 from eagle3_core.store.local import ArtifactWriter, LocalStore
 from eagle3_core.store.open import open_store
 from eagle3_core.store.shards import PlannedShard, plan_shards
@@ -47,6 +52,7 @@ def run(spec: StepSpec, progress: Progress) -> ExtractResult:
     Raises:
         CaptureError: no samples, a plan made for something else, an engine that did not return what was asked
             for, or engines that die whatever they are given.
+        FolderInUseError: another host captures the same into the bucket; names it.
         DiskFullError: the shards do not fit, or the disk became full and `limits` says to fail.
         TargetError: auxiliary layer ids that the target does not have.
     """
@@ -100,7 +106,8 @@ class _Work:
         self._staging, self._queue = staging, ShardQueue(job.shards, staging, claims)
         pauses = Pauses(progress.pause)
         self.guard = DiskGuard(spec.config.limits, spec.run_id, functools.partial(pauses.set, "disk"))
-        self._room = ShardRoom(self.guard, staging.sessions, session_prefix(), job, samples)
+        backlog = _backlog(spec.config, staging)
+        self._room = ShardRoom(self.guard, staging.sessions, session_prefix(), job, samples, backlog)
         self._room_is_checked = not spec.config.limits.check_disk
         self._count = _Count(progress, job.shards, samples)
         self._pool = EnginePool(
@@ -144,7 +151,7 @@ class _Work:
 
     def _step_down(self, error: FolderInUseError) -> None:
         """Follow from now on: another process has taken the lead over while this one stood still."""
-        if self._writer is None:
+        if self._writer is None or isinstance(error, LeaseHeldError):
             raise error
         logger.warning("%s", error)
         self._writer, self._is_following = None, True
@@ -162,6 +169,8 @@ class _Work:
         try:
             writer = self._store.writer(self._plan, self._spec.run_id, wait_seconds=0.0)
             self._writer = self._lock.enter_context(writer)
+        except LeaseHeldError:  # its staging is not ours: what either makes, the other would make again
+            raise
         except FolderInUseError:
             if not self._is_following:
                 logger.info("another process leads %s: taking shards from the same plan", self._plan.ref)
@@ -330,6 +339,12 @@ class _Count:
 
     def _num_tokens(self, shard: PlannedShard) -> int:
         return sum(len(sample) for sample in self._samples[shard.start : shard.end])
+
+
+def _backlog(config: RunConfig, staging: Staging) -> Backlog | None:
+    if config.object_root is None:
+        return None
+    return Backlog(staging.capture_folder, int(config.object_store.upload_backlog_bytes))
 
 
 def _check_counts(

@@ -28,6 +28,10 @@ POLL_SECONDS = 1.0
 logger = logging.getLogger(__name__)
 
 
+class LeaseHeldError(FolderInUseError):
+    """Another host, or another workspace of this one, writes an artifact of the bucket."""
+
+
 class Lease:
     """A lease that this process holds; made by `hold_lease`."""
 
@@ -71,13 +75,13 @@ class Lease:
         """Ask whether the lease is still held; called before anything that another holder must not see.
 
         Raises:
-            FolderInUseError: another host has taken it over.
+            LeaseHeldError: another host has taken it over.
             ObjectStoreError: it cannot be found out.
         """
         if self._taken_by is None and time.monotonic() - self._put_at > self._stale / 2:
             self._put_again()
         if self._taken_by is not None:
-            raise FolderInUseError(
+            raise LeaseHeldError(
                 f"{self._client.url(self._key)} was taken over by another process ({self._taken_by}) while "
                 "this one stood still or was cut off",
                 remedy="let that run finish: nothing was written over it",
@@ -151,14 +155,14 @@ def hold_lease(
         stale_seconds: after this time without a sign of life a holder on another host is followed.
 
     Raises:
-        FolderInUseError: somebody else still holds it after `wait_seconds`; names the holder.
+        LeaseHeldError: somebody else still holds it after `wait_seconds`; names the holder.
         ObjectAccessError: the bucket cannot be written.
     """
     lease = Lease(client, f"{folder}/{LEASE_NAME}", run_id, stale_seconds)
     deadline = time.monotonic() + wait_seconds
     while (holder := lease.take()) is not None:
         if time.monotonic() >= deadline:
-            raise FolderInUseError(
+            raise LeaseHeldError(
                 f"{client.url(folder)} is in use by another process ({holder})",
                 remedy=f"wait for that run or end it; a dead host is followed after {stale_seconds:g} s",
             )
