@@ -41,7 +41,7 @@ TRANSIENT_CODES = {
     "ThrottlingException", "TooManyRequests", "XAmzContentChecksumMismatch", "XAmzContentSHA256Mismatch",
 }  # fmt: skip
 TRANSIENT_TYPES = {
-    "ClientError", "ConnectionClosedError", "FSTimeoutError", "HTTPClientError", "IncompleteRead",
+    "ClientError", "ConnectionError", "FSTimeoutError", "HTTPClientError", "IncompleteRead",
     "ResponseParserError", "ServerDisconnectedError", "TimeoutError",
 }  # fmt: skip
 """Names of exception types of botocore, aiohttp and fsspec, and of their bases, that end a connection."""
@@ -163,19 +163,24 @@ def _without_answer(
             f"{where} needs s3fs, which this environment lacks ({error})", remedy="run `make setup`"
         )
     names = {base.__name__ for base in type(error).__mro__}
-    if names & {"EndpointConnectionError", "ConnectTimeoutError", "InvalidEndpointConfigurationError"}:
+    # aiobotocore calls a connection that broke later an `EndpointConnectionError` too.
+    below = {base.__name__ for base in type(getattr(error, "kwargs", {}).get("error")).__mro__}
+    has_broken = "ClientOSError" in below and "ClientConnectorError" not in below
+    unreachable = {"EndpointConnectionError", "ConnectTimeoutError", "InvalidEndpointConfigurationError"}
+    if names & unreachable and not has_broken:
         return ObjectStoreError(
             f"{server} cannot be reached ({_reason(error)})",
             remedy="check object_store.endpoint_url, the network and the proxy settings",
         )
     if names & {"ReadTimeoutError", "TimeoutError", "FSTimeoutError"}:
         return ObjectStoreError(
-            f"{action} of {where} brought nothing for object_store.timeout_seconds = "
-            f"{settings.timeout_seconds:g}, {settings.attempts} times",
+            f"{action} of {where} took longer than object_store.timeout_seconds = "
+            f"{settings.timeout_seconds:g} allows, in each of {settings.attempts} attempts",
             remedy="run it again, or raise object_store.timeout_seconds",
         )
+    reason = "the connection broke" if has_broken else f"{type(error).__name__}: {_reason(error)}"
     return ObjectStoreError(
-        f"{action} of {where} failed {settings.attempts} times ({type(error).__name__}: {_reason(error)})",
+        f"{action} of {where} failed ({reason}{f', in {settings.attempts} attempts' * is_transient(error)})",
         remedy="run it again; what is uploaded and proven is kept",
     )
 

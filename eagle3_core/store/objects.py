@@ -40,6 +40,9 @@ T = TypeVar("T")
 READ_BLOCK_BYTES = 16 << 20
 """A file is fetched in ranges of this size, several at once."""
 CONNECT_SECONDS = 10.0
+SLOWEST_BYTES_PER_SECOND = 128 << 10
+"""A request with a body gets as much more time as the body takes at this speed."""
+READ_BYTES = 1 << 20
 HASH_METADATA = "xxh3-128"
 
 
@@ -152,12 +155,26 @@ class ObjectClient:
         self, method: str, key: str, expected: Iterable[str] = (), **arguments: Any
     ) -> dict[str, Any]:
         """One request about one object, tried again where that may help."""
-        return await self.attempt(
-            method,
-            key,
-            lambda: self.fs._call_s3(method, Bucket=self.root.bucket, Key=self.root.key(key), **arguments),
-            expected,
-        )
+        return await self.attempt(method, key, partial(self.once, method, key, **arguments), expected)
+
+    async def once(self, method: str, key: str, **arguments: Any) -> dict[str, Any]:
+        """One request about one object, given up when it takes too long."""
+        async with asyncio.timeout(_seconds(self.settings, len(arguments.get("Body", b"")))):
+            return await self.fs._call_s3(
+                method, Bucket=self.root.bucket, Key=self.root.key(key), **arguments
+            )
+
+    async def read_body(self, key: str, **arguments: Any) -> tuple[bytes, dict[str, Any]]:
+        """The body and the rest of one answer, given up when it stands still."""
+        answer = await self.once("get_object", key, **arguments)
+        blocks: list[bytes] = []
+        async with answer["Body"] as body:
+            while True:
+                async with asyncio.timeout(self.settings.timeout_seconds):
+                    block = await body.read(READ_BYTES)
+                if not block:
+                    return b"".join(blocks), answer
+                blocks.append(block)
 
     async def head_async(self, key: str) -> ObjectFacts | None:
         """As `head`."""
@@ -195,19 +212,11 @@ class ObjectClient:
     async def range_async(self, key: str, start: int, length: int) -> bytes:
         """As `read_range`."""
 
-        async def once() -> bytes:
-            answer = await self.fs._call_s3(
-                "get_object",
-                Bucket=self.root.bucket,
-                Key=self.root.key(key),
-                Range=f"bytes={start}-{start + length - 1}",
-            )
-            async with answer["Body"] as body:
-                return await body.read()
-
         if not length:
             return b""
-        found = await self.attempt("get_object", key, once)
+        last = start + length - 1
+        once = partial(self.read_body, key, Range=f"bytes={start}-{last}")
+        found, _ = await self.attempt("get_object", key, once)
         if len(found) != length:
             raise LostObjectError(
                 f"{self.url(key)} gave {len(found):,} bytes from byte {start:,} on", expected=f"{length:,}"
@@ -221,12 +230,8 @@ class ObjectClient:
     async def bytes_async(self, key: str) -> tuple[bytes, ObjectFacts]:
         """A small object and its facts."""
 
-        async def once() -> tuple[bytes, ObjectFacts]:
-            answer = await self.fs._call_s3("get_object", Bucket=self.root.bucket, Key=self.root.key(key))
-            async with answer["Body"] as body:
-                return await body.read(), _facts(answer)
-
-        return await self.attempt("get_object", key, once)
+        content, answer = await self.attempt("get_object", key, partial(self.read_body, key))
+        return content, _facts(answer)
 
     def get_bytes(self, key: str) -> tuple[bytes, ObjectFacts] | None:
         """A small object and its facts; None where there is none."""
@@ -330,11 +335,15 @@ class ObjectClient:
         pages: list[dict[str, Any]] = []
         arguments = {"Bucket": self.root.bucket, "Prefix": self.root.key(prefix)}
         while True:
-            answer = await self.attempt(method, prefix, partial(self.fs._call_s3, method, **arguments))
+            answer = await self.attempt(method, prefix, partial(self._page, method, arguments))
             pages.append(answer)
             if not answer.get("IsTruncated"):
                 return pages
             arguments |= {name: answer[field] for name, field in markers.items() if answer.get(field)}
+
+    async def _page(self, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        async with asyncio.timeout(_seconds(self.settings, 0)):
+            return await self.fs._call_s3(method, **arguments)
 
     def list(self, prefix: str) -> dict[str, int]:
         """Key and bytes of every object whose key starts with `prefix`."""
@@ -374,6 +383,11 @@ def backoff_seconds(number: int) -> float:
     return min(20.0, 0.2 * 2**number) * random.uniform(0.5, 1.0)
 
 
+def _seconds(settings: ObjectStoreConfig, body_bytes: int) -> float:
+    """How long a request may take."""
+    return settings.timeout_seconds + body_bytes / SLOWEST_BYTES_PER_SECOND
+
+
 def _botocore_config(settings: ObjectStoreConfig) -> dict[str, Any]:
     """Settings of the client below: no retries, no checksums of its own choice.
 
@@ -386,7 +400,8 @@ def _botocore_config(settings: ObjectStoreConfig) -> dict[str, Any]:
     return {
         "max_pool_connections": settings.max_connections + 2,
         "connect_timeout": min(CONNECT_SECONDS, settings.timeout_seconds),
-        "read_timeout": settings.timeout_seconds,
+        # Also runs while a body is being sent: the limits that count are set around each request.
+        "read_timeout": _seconds(settings, int(settings.part_bytes)) + CONNECT_SECONDS,
         "retries": {"total_max_attempts": 1, "mode": "standard"},
         "request_checksum_calculation": "when_required",
         "response_checksum_validation": "when_required",

@@ -1,6 +1,6 @@
 """Uploads of whole files: in parts, each retried alone, proven before anybody may rely on them.
 
-    local hash checked -> stale uploads aborted -> create -> parts side by side -> complete -> proof
+    local hash checked -> begin -> stale uploads aborted -> parts side by side -> complete -> proof
 
 Whatever ends an upload early, also a cancellation, aborts it, so that no parts are left in the bucket. What a
 killed process leaves is aborted when its artifact is written the next time.
@@ -153,9 +153,10 @@ async def _put_parts(
     client: ObjectClient, path: Path, key: str, entry: FileEntry, parts: Sequence[Part]
 ) -> str | None:
     """A multipart upload; returns the expected proof."""
-    await abort_uploads(client, key)
     try:
         upload_id = await _create(client, key, entry.xxh3_128)
+        # What a killed process has left, and an upload whose begin was not answered.
+        await abort_uploads(client, key, keep=upload_id)
         sent = await _all([partial(_put_part, client, path, key, upload_id, part) for part in parts])
         await _complete(client, key, upload_id, sent)
     except BaseException:
@@ -213,12 +214,7 @@ async def _complete(client: ObjectClient, key: str, upload_id: str, sent: Sequen
     url = client.url(key)
     for number in range(1, client.settings.attempts + 1):
         try:
-            await client.fs._call_s3(
-                "complete_multipart_upload",
-                Bucket=client.root.bucket,
-                Key=client.root.key(key),
-                **arguments,
-            )
+            await client.once("complete_multipart_upload", key, **arguments)
             return
         except Exception as error:
             may_be_done = is_transient(error) or error_code(error) in MISSING_UPLOAD
@@ -294,15 +290,15 @@ async def open_uploads(client: ObjectClient, prefix: str) -> list[tuple[str, str
     return [(one["Key"][cut:], one["UploadId"]) for page in pages for one in page.get("Uploads", ())]
 
 
-async def abort_uploads(client: ObjectClient, prefix: str) -> int:
-    """Abort every multipart upload below a prefix and see that none is left; returns how many there were.
+async def abort_uploads(client: ObjectClient, prefix: str, keep: str | None = None) -> int:
+    """Abort the multipart uploads below a prefix and see that none is left; returns how many there were.
 
     The caller holds the artifact, so that nobody else uploads there. A part that was on its way while its
     upload was aborted may be kept by the server, so it is looked again.
     """
     found: set[str] = set()
     for number in range(1, ABORT_ROUNDS + 1):
-        uploads = await open_uploads(client, prefix)
+        uploads = [one for one in await open_uploads(client, prefix) if one[1] != keep]
         if not uploads:
             return len(found)
         for key, upload_id in uploads:
