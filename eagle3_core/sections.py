@@ -332,7 +332,10 @@ class ObjectStoreConfig(Section):
     max_connections: int = Field(default=8, ge=1, le=128, description="Requests to the store at once.")
     attempts: int = Field(default=5, ge=1, le=20, description="Attempts of a request or a part.")
     timeout_seconds: float = Field(
-        default=60.0, gt=0, description="A connection that brings nothing for this long is given up."
+        default=60.0,
+        gt=0,
+        description="A request without an answer for this long is given up; an upload gets the time that its "
+        "bytes take at 128 KiB/s on top.",
     )
     upload_backlog_bytes: ByteSize = Field(
         default=ByteSize(8 << 30),
