@@ -143,12 +143,31 @@ class ProbeResult(_Message):
     made_at: str = Field(description="UTC, ISO 8601.")
 
 
+class NonFinite(_Message):
+    """Values of one stored layer of a sample that are not finite."""
+
+    capture_id: int
+    num_nan: int
+    num_inf: int
+
+    def __str__(self) -> str:
+        return f"capture id {self.capture_id} has {self.num_nan} NaN and {self.num_inf} Inf"
+
+
 class BadSample(_Message):
     """A stored sample that must not be trained on."""
 
     key: str
     shard: str
     problem: str
+    nonfinite: list[NonFinite] = Field(default=[], description="By layer; empty for other problems.")
+
+
+class CondemnedShard(_Message):
+    """A shard that the next extract makes anew."""
+
+    shard: str
+    reason: str
 
 
 class VerifyResult(_Message):
@@ -161,7 +180,10 @@ class VerifyResult(_Message):
     num_ties: int = Field(description="Rows where it is within rounding of the greatest logit.")
     agreement: float = Field(description="(exact + ties) / rows checked.")
     layers: list[LayerCheck]
-    bad_samples: list[BadSample]
+    bad_samples: list[BadSample] = Field(description="Left out of training.")
+    condemned: list[CondemnedShard] = Field(
+        default=[], description="Shards that are made anew; with any the stage fails."
+    )
 
 
 class AcceptanceFigures(_Message):

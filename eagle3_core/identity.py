@@ -23,7 +23,7 @@ STEP_VERSION: dict[ArtifactKind, int] = {
     "dataset": 1,
     "vocabulary": 1,
     "capture": 2,
-    "verification": 2,
+    "verification": 3,
     "checkpoint": 1,
     "export": 1,
     "benchmark": 1,

@@ -39,6 +39,7 @@ from eagle3_core.probing import CHECK_NAME, check_probe
 from eagle3_core.report.write import write_report
 from eagle3_core.serving.acceptance import check_acceptance
 from eagle3_core.store.collect import collect_garbage
+from eagle3_core.store.condemned import condemn
 from eagle3_core.store.open import open_store
 from eagle3_core.store.uses import RunUse
 from eagle3_core.target.locate import fetch_spec, is_builtin, target_folder
@@ -265,14 +266,16 @@ def _extract(run: _Run) -> StageOutcome:
 
 
 def _verify(run: _Run) -> StageOutcome:
-    """Check sizes and hashes of the capture first, without an engine."""
+    """Check sizes and hashes of the capture first, without an engine; what is damaged is made anew."""
     plan = run.plan()
     capture = plan.store.read(plan.inputs("verify")["capture"])
     problems = plan.store.problems(capture)
     if problems:
+        condemn(plan.store, capture, problems)
         raise VerificationError(
             f"{len(problems)} of {len(capture.files)} shards of {capture.ref} are damaged: {_some(problems)}",
-            remedy="run the stage extract again: it makes these anew and keeps the others",
+            remedy="run the stages extract and verify again: extract makes these anew and keeps the others",
+            details={"condemned": [{"shard": name, "reason": why} for name, why in problems.items()]},
         )
     return _make("verify")(run)
 

@@ -186,11 +186,26 @@ class VerifyConfig(Section):
         default=8, ge=1, description="Samples of every shard whose meaning is checked."
     )
     reference_samples: int = Field(
-        default=2, ge=0, description="Samples compared layer by layer with a transformers forward."
+        default=2,
+        ge=0,
+        description="Samples compared layer by layer with a transformers forward: so many in all, of shards "
+        "from all over the capture; with `deep` so many of every shard.",
+    )
+    deep: bool = Field(
+        default=False, description="Compare samples of every shard with a transformers forward, not a few."
     )
     max_bad_samples: int = Field(
-        default=0, ge=0, description="More bad samples (non-finite, wrong ids) end the stage."
+        default=0,
+        ge=0,
+        description="More samples with values that are not finite end the stage; up to so many are left out "
+        "of training.",
     )
+
+    @model_validator(mode="after")
+    def _deep_needs_samples(self) -> VerifyConfig:
+        if self.deep and not self.reference_samples:
+            raise ValueError("deep compares samples of every shard: set reference_samples to 1 or more")
+        return self
 
 
 class TrainConfig(Section):

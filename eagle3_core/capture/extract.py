@@ -31,6 +31,7 @@ from eagle3_core.contracts import ExtractResult, Rejection, StepSpec
 from eagle3_core.errors import CaptureError, DiskFullError, FolderInUseError
 from eagle3_core.step import Progress
 from eagle3_core.store.claims import Claims
+from eagle3_core.store.condemned import condemned, pardon
 from eagle3_core.store.dataset import Sample, read_dataset
 from eagle3_core.store.disk import DiskGuard, guarding
 from eagle3_core.store.files import file_problem
@@ -135,7 +136,7 @@ class _Work:
     def _turn(self) -> ExtractResult | None:
         """Look once what has happened, do what follows from it; the result if the capture is complete."""
         manifest = None if self._writer else self._store.find(self._plan.ref)
-        if manifest is not None and manifest.state == "complete":
+        if manifest and manifest.state == "complete" and not condemned(self._store, manifest):
             logger.info("another process has completed %s", self._plan.ref)
             return ExtractResult.model_validate(manifest.facts["result"])
         self._adopt(manifest)
@@ -265,6 +266,7 @@ class _Work:
             quarantined=[Rejection(key=key, reason=reason) for key, reason in quarantined.items()],
         )
         writer.complete(seconds=self._count.seconds, result=result.model_dump(mode="json"))
+        pardon(self._store, self._plan.ref)
         self._staging.remove()
         return result
 

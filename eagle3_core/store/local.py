@@ -21,6 +21,7 @@ from eagle3_core.artifacts import (
     provenance,
 )
 from eagle3_core.errors import StoreError
+from eagle3_core.store.condemned import condemned
 from eagle3_core.store.files import (
     file_entry,
     file_problem,
@@ -144,7 +145,7 @@ class LocalStore:
         return manifest is not None and manifest.state == "complete" and not self.problems(manifest)
 
     def problems(self, manifest: Manifest) -> dict[str, str]:
-        """For each file that is missing, of another size or hash: path and what is wrong.
+        """For each file that is missing, of another size or hash, or condemned: path and what is wrong.
 
         Files are hashed side by side: hashing frees the interpreter lock, and a disk or a network mount
         reads several files faster than one.
@@ -153,7 +154,7 @@ class LocalStore:
         with ThreadPoolExecutor(HASHING_THREADS, thread_name_prefix="hash") as pool:
             found = list(pool.map(lambda entry: file_problem(folder, entry), manifest.files))
         problems = zip(manifest.files, found, strict=True)
-        return {entry.path: problem for entry, problem in problems if problem}
+        return condemned(self, manifest) | {entry.path: problem for entry, problem in problems if problem}
 
     def list(self) -> list[Manifest]:
         """All manifests below the root, partial ones too."""

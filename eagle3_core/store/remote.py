@@ -33,6 +33,7 @@ from eagle3_core.config import ObjectRoot
 from eagle3_core.errors import ObjectStoreError, StoreError
 from eagle3_core.host.process_tree import ProcessId
 from eagle3_core.sections import ObjectStoreConfig
+from eagle3_core.store.condemned import condemned
 from eagle3_core.store.files import file_entry, file_problem, remove_temporary_files, write_atomic
 from eagle3_core.store.lease import hold_lease
 from eagle3_core.store.local import MANIFEST_NAME, LocalStore
@@ -120,10 +121,6 @@ class RemoteStore(LocalStore):
         """As `read_range`, into memory of the caller, which is filled."""
         block[:] = self.read_range(ref, path, start, len(block))
 
-    def read_into(self, ref: ArtifactRef, path: str, start: int, block: memoryview) -> None:
-        """As `read_range`, into memory of the caller, which is filled."""
-        block[:] = self.read_range(ref, path, start, len(block))
-
     def find(self, ref: ArtifactRef) -> Manifest | None:
         """The bucket's manifest, partial or complete, or None.
 
@@ -155,7 +152,7 @@ class RemoteStore(LocalStore):
                 raise facts
             if problem := object_problem(self.client.url(key), entry, facts):
                 problems[entry.path] = problem
-        return problems
+        return condemned(self, manifest) | problems
 
     def list(self) -> list[Manifest]:
         """All manifests in the bucket, partial ones too."""

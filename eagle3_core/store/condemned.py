@@ -1,0 +1,61 @@
+"""Files that were found wrong, whatever their hash says: the stage that makes them makes them anew.
+
+The record lies beside the artifacts and names each file with the hash of the content that was found wrong, so
+it holds for that content alone. It goes when the artifact is complete again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from eagle3_core.artifacts import ArtifactRef, Manifest
+
+if TYPE_CHECKING:
+    from eagle3_core.store.local import LocalStore
+
+PLACE = "condemned"
+
+
+def condemn(store: LocalStore, manifest: Manifest, reasons: Mapping[str, str]) -> None:
+    """Have files of a complete artifact made anew; of a file that is condemned already the reason stays.
+
+    Args:
+        store: where it lies.
+        manifest: of the artifact.
+        reasons: why, by the path of each file.
+    """
+    if not reasons:
+        return
+    record, known = _read(store, manifest.ref), condemned(store, manifest)
+    for path, reason in reasons.items():
+        entry = manifest.file(path)
+        if entry is not None and path not in known:
+            record[path] = {"content": entry.xxh3_128, "reason": " ".join(reason.split())}
+    store.notes(PLACE).write(_name(manifest.ref), json.dumps(record, indent=1))
+
+
+def condemned(store: LocalStore, manifest: Manifest) -> dict[str, str]:
+    """Path and reason of the files of a manifest that are to be made anew."""
+    record = _read(store, manifest.ref)
+    contents = {entry.path: entry.xxh3_128 for entry in manifest.files}
+    return {
+        path: f"{path} is to be made anew: {found['reason']}"
+        for path, found in record.items()
+        if contents.get(path) == found["content"]
+    }
+
+
+def pardon(store: LocalStore, ref: ArtifactRef) -> None:
+    """Forget what was wrong with an artifact: all of it has been made anew."""
+    store.notes(PLACE).remove(_name(ref))
+
+
+def _name(ref: ArtifactRef) -> str:
+    return f"{ref.kind}-{ref.id}.json"
+
+
+def _read(store: LocalStore, ref: ArtifactRef) -> dict[str, dict[str, str]]:
+    text = store.notes(PLACE).read(_name(ref))
+    return json.loads(text) if text else {}
