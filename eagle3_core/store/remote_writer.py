@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from eagle3_core.artifacts import ArtifactPlan, FileEntry, Manifest
 from eagle3_core.errors import StoreError
+from eagle3_core.store.condemned import condemned
 from eagle3_core.store.files import file_entry, file_problem
 from eagle3_core.store.lease import LEASE_NAME
 from eagle3_core.store.local import MANIFEST_NAME, ArtifactWriter, strangers
@@ -58,9 +59,7 @@ class RemoteWriter(ArtifactWriter):
             entry.path: entry for entry in (found.files if found else ()) if entry.path not in bad
         }
         self.is_complete = found is not None and found.state == "complete" and not bad
-        known = [*(found.files if found else ()), *(mirrored.files if mirrored else ())]
-        local = {entry.path: entry for entry in known if entry.path not in self._proven}
-        intact = [entry for entry in local.values() if not file_problem(self.folder, entry)]
+        intact = self._intact_here([manifest for manifest in (found, mirrored) if manifest])
         for path in bad.keys() - {entry.path for entry in intact}:
             (self.folder / path).unlink(missing_ok=True)
         self.files: dict[str, FileEntry] = self._proven | {entry.path: entry for entry in intact}
@@ -69,6 +68,17 @@ class RemoteWriter(ArtifactWriter):
         self.progress = Progress(store.client, self.folder, str(self.ref))
         if not self.is_complete:
             self._begin(intact)
+
+    def _intact_here(self, manifests: Sequence[Manifest]) -> list[FileEntry]:
+        """Files that the bucket lacks and the mirror has, whole and not condemned; the last manifest wins."""
+        if self.is_complete:
+            return []
+        here: dict[str, FileEntry] = {}
+        for manifest in manifests:
+            wanted = [entry for entry in manifest.files if entry.path not in self._proven]
+            wrong = condemned(self._store, manifest) if wanted else {}
+            here |= {entry.path: entry for entry in wanted if entry.path not in wrong}
+        return [entry for entry in here.values() if not file_problem(self.folder, entry)]
 
     def _begin(self, intact: Sequence[FileEntry]) -> None:
         try:
