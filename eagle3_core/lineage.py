@@ -198,7 +198,7 @@ class _Tracer:
         return None, "missing", None
 
     def _add_source(self, source: Source) -> None:
-        """One that two artifacts share is known by the name that either of them gives."""
+        """Of one that two artifacts share it is known what either of them says."""
         known = self.nodes.get(source.id)
         self.nodes[source.id] = LineageNode(
             id=source.id,
@@ -206,7 +206,7 @@ class _Tracer:
             state="outside",
             name=source.name or (known.name if known else None),
             hash=source.hash,
-            identity=source.facts,
+            identity=(known.identity if known else {}) | source.facts,
         )
 
     def _node(self, manifest: Manifest, state: NodeState) -> LineageNode:

@@ -140,6 +140,51 @@ def lineage(
 
 
 @app.command()
+def verify(
+    artifact: Annotated[str, typer.Argument(help="KIND/ID, or the beginning of the id.")],
+    deep: Annotated[
+        bool,
+        typer.Option(
+            "--deep",
+            help="Compare samples of every shard with a transformers forward; download and hash what else "
+            "lies in a bucket.",
+        ),
+    ] = False,
+    files_only: Annotated[
+        bool, typer.Option("--files-only", help="Check a capture's files, and start no engine environment.")
+    ] = False,
+    profile: Annotated[
+        str | None,
+        typer.Option("--profile", help="Profile of a capture; default the one of the run that made it."),
+    ] = None,
+    workspace: WorkspaceOption = "workspace",
+    store: StoreOption = None,
+    overrides: SetOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Check an artifact: every file is there, has its size and matches its hash.
+
+    Of a capture every shard is then read in the engine environment of its profile: structure, counts and
+    token ids against the dataset, finite values, and whether the states mean what they claim. Shards that
+    are wrong are condemned, and the next extract makes them anew; samples that are not finite are left out
+    of training.
+
+    Prints a line for each thing that is wrong. Exit code 0 if nothing is, 2 if something is or the artifact
+    is not there, 3 if the check itself failed.
+    """
+    from eagle3_core.config import resolve_path
+    from flows import verify_view
+
+    config = _load(profile, None, overrides) if profile else None
+    place = _store(config if store is None else None, store, workspace)
+    folder = config.workspace_path if config else resolve_path(workspace)
+    code = verify_view.verify(
+        place, artifact, config, folder, deep=deep, files_only=files_only, as_json=as_json
+    )
+    raise typer.Exit(code)
+
+
+@app.command()
 def gc(
     profile: Annotated[
         str | None, typer.Argument(help="Profile whose store and `retention` policies to use.")
