@@ -1,80 +1,130 @@
-"""The lineage of a run's artifacts as an SVG graph: what was made from what, from left to right."""
+"""The lineage of a run's artifacts as an SVG graph: what was made from what, from left to right.
+
+Prompt files and the target stand at the left with round corners, artifacts that the store has lost are
+dashed, and those that the run made have a dark edge.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from markupsafe import Markup
 
-from eagle3_core.artifacts import ArtifactRef
+from eagle3_core.lineage import Source
 from eagle3_core.report.charts import COLOURS, INK, MUTED, PALE, element, picture, text
 from eagle3_core.report.figures import format_bytes
 from eagle3_core.report.model import ArtifactSummary
 
 BOX_WIDTH, BOX_HEIGHT = 148.0, 58.0
 COLUMN_GAP, ROW_GAP, DETOUR = 34.0, 18.0, 22.0
+CORNER, ROUND_CORNER = 5, 18
+MAX_NAME = 22
+
+
+@dataclass(frozen=True)
+class _Node:
+    """A box: its lines, and by role the boxes that it was made from."""
+
+    kind: str
+    name: str
+    remark: str
+    tooltip: str
+    edge: str = PALE
+    corner: int = CORNER
+    is_dashed: bool = False
+    parents: dict[str, str] = field(default_factory=dict)
 
 
 def lineage_graph(artifacts: Sequence[ArtifactSummary], run_id: str) -> Markup:
-    """A box for each artifact, with its id and size; those that this run made have a dark edge.
+    """A box for each artifact, for the prompt files and the target, and for ancestors that are gone.
 
     Args:
         artifacts: ancestors before what was made from them.
         run_id: the run whose report this is.
     """
-    columns = _columns(artifacts)
-    places: dict[ArtifactRef, tuple[float, float]] = {}
+    nodes = _nodes(artifacts, run_id)
+    columns = _columns(nodes)
+    places: dict[str, tuple[float, float]] = {}
     filled: dict[int, int] = {}
-    for artifact in artifacts:
-        column = columns[artifact.ref]
-        row = filled.get(column, 0)
-        filled[column] = row + 1
-        places[artifact.ref] = (1 + column * (BOX_WIDTH + COLUMN_GAP), 1 + row * (BOX_HEIGHT + ROW_GAP))
+    for name in nodes:
+        row = filled.get(columns[name], 0)
+        filled[columns[name]] = row + 1
+        places[name] = (1 + columns[name] * (BOX_WIDTH + COLUMN_GAP), 1 + row * (BOX_HEIGHT + ROW_GAP))
     width = 2 + max(x for x, _ in places.values()) + BOX_WIDTH if places else 0.0
     bottom = 2 + max((y for _, y in places.values()), default=0.0) + BOX_HEIGHT
     edges = [
-        _edge(places[parent], places[artifact.ref], role, bottom + DETOUR / 2)
-        for artifact in artifacts
-        for role, parent in artifact.parents.items()
-        if parent in places
+        _edge(places[parent], places[name], role, bottom + DETOUR / 2)
+        for name, node in nodes.items()
+        for role, parent in node.parents.items()
     ]
-    boxes = [_box(artifact, places[artifact.ref], artifact.made_by_run == run_id) for artifact in artifacts]
+    boxes = [_box(node, places[name]) for name, node in nodes.items()]
     return picture(width, bottom + DETOUR, "Lineage of the artifacts", *edges, *boxes)
 
 
-def _columns(artifacts: Sequence[ArtifactSummary]) -> dict[ArtifactRef, int]:
-    """An artifact stands one column to the right of its last parent."""
-    columns: dict[ArtifactRef, int] = {}
+def _nodes(artifacts: Sequence[ArtifactSummary], run_id: str) -> dict[str, _Node]:
+    """By name: what each artifact was made from before the artifact."""
+    nodes: dict[str, _Node] = {}
     for artifact in artifacts:
-        parents = [columns[parent] for parent in artifact.parents.values() if parent in columns]
-        columns[artifact.ref] = 1 + max(parents, default=-1)
+        for source in artifact.sources.values():
+            nodes.setdefault(source.id, _source_node(source))
+        for parent in artifact.parents.values():
+            gone = _Node(parent.kind, parent.id, "not in the store", f"{parent} is gone", is_dashed=True)
+            nodes.setdefault(str(parent), gone)
+        nodes[str(artifact.ref)] = _artifact_node(artifact, run_id)
+    return nodes
+
+
+def _source_node(source: Source) -> _Node:
+    name = source.name or "name unknown"
+    shown = name if len(name) <= MAX_NAME else f"…{name[1 - MAX_NAME :]}"
+    return _Node(source.kind, shown, source.hash[:16], f"{name}, {source.hash}", corner=ROUND_CORNER)
+
+
+def _artifact_node(artifact: ArtifactSummary, run_id: str) -> _Node:
+    unfinished = "" if artifact.state == "complete" else ", not complete"
+    return _Node(
+        kind=artifact.ref.kind,
+        name=artifact.ref.id,
+        remark=format_bytes(artifact.bytes) + unfinished,
+        tooltip=f"{artifact.ref}, made {artifact.created_at} by {artifact.made_by_run}",
+        edge=COLOURS[0] if artifact.made_by_run == run_id else PALE,
+        parents={role: source.id for role, source in artifact.sources.items()}
+        | {role: str(parent) for role, parent in artifact.parents.items()},
+    )
+
+
+def _columns(nodes: dict[str, _Node]) -> dict[str, int]:
+    """A box stands one column to the right of its last parent."""
+    columns: dict[str, int] = {}
+    for name, node in nodes.items():
+        columns[name] = 1 + max((columns[parent] for parent in node.parents.values()), default=-1)
     return columns
 
 
-def _box(artifact: ArtifactSummary, place: tuple[float, float], is_ours: bool) -> Markup:
+def _box(node: _Node, place: tuple[float, float]) -> Markup:
     x, y = place
-    unfinished = "" if artifact.state == "complete" else ", not complete"
+    dashes = {"stroke_dasharray": "4 3"} if node.is_dashed else {}
     frame = element(
         "rect",
-        element("title", f"{artifact.ref}, made {artifact.created_at} by {artifact.made_by_run}"),
+        element("title", node.tooltip),
         x=x,
         y=y,
         width=BOX_WIDTH,
         height=BOX_HEIGHT,
-        rx=5,
+        rx=node.corner,
         fill="#ffffff",
-        stroke=COLOURS[0] if is_ours else PALE,
+        stroke=node.edge,
         stroke_width=1.6,
+        **dashes,
     )
-    identifier = element(
-        "text", artifact.ref.id, x=x + 10, y=y + 35, fill=MUTED, font_size=11, font_family="monospace"
-    )
+    name = element("text", node.name, x=x + 10, y=y + 35, fill=MUTED, font_size=11, font_family="monospace")
     return Markup("").join(
         [
             frame,
-            element("text", artifact.ref.kind, x=x + 10, y=y + 19, fill=INK, font_size=13, font_weight=600),
-            identifier,
-            text(x + 10, y + 50, format_bytes(artifact.bytes) + unfinished),
+            element("text", node.kind, x=x + 10, y=y + 19, fill=INK, font_size=13, font_weight=600),
+            name,
+            text(x + 10, y + 50, node.remark),
         ]
     )
 

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from eagle3_core.artifacts import ArtifactRef
 from eagle3_core.contracts import AcceptanceFigures, EpochMetrics, PrepareResult, VerifyResult
 from eagle3_core.host.run_folder import RunState, StageRecord
+from eagle3_core.lineage import Source
 
 
 class _Part(BaseModel):
@@ -76,6 +77,9 @@ class ArtifactSummary(_Part):
 
     ref: ArtifactRef
     parents: dict[str, ArtifactRef]
+    sources: dict[str, Source] = Field(
+        default={}, description="Prompt files and target, by role, of artifacts that were made from them."
+    )
     state: Literal["partial", "complete"]
     bytes: int
     num_files: int

@@ -23,6 +23,7 @@ from eagle3_core.contracts import (
 )
 from eagle3_core.errors import StoreError
 from eagle3_core.host.run_folder import RunFolder, RunRecord, RunState
+from eagle3_core.lineage import sources
 from eagle3_core.report.model import (
     AgreementSummary,
     ArtifactSummary,
@@ -199,6 +200,7 @@ def _artifact(manifest: Manifest) -> ArtifactSummary:
     return ArtifactSummary(
         ref=manifest.ref,
         parents=manifest.parents,
+        sources=sources(manifest),
         state=manifest.state,
         bytes=manifest.bytes,
         num_files=len(manifest.files),
