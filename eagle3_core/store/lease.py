@@ -18,7 +18,8 @@ from collections.abc import Iterator
 
 from eagle3_core.errors import FolderInUseError, ObjectStoreError
 from eagle3_core.host.process_tree import ProcessId, boot_id
-from eagle3_core.store.objects import ObjectClient, ObjectFacts
+from eagle3_core.store.object_wire import ObjectFacts
+from eagle3_core.store.objects import ObjectClient
 
 LEASE_NAME = ".lease"
 STALE_SECONDS = 300.0

@@ -8,16 +8,10 @@ again, never the file around it.
 from __future__ import annotations
 
 import asyncio
-import base64
-import hashlib
 import os
-import random
 import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,34 +29,19 @@ from eagle3_core.store.object_errors import (
     explain,
     is_transient,
 )
+from eagle3_core.store.object_wire import (
+    ObjectFacts,
+    allowed_seconds,
+    backoff_seconds,
+    body_checksum,
+    client_settings,
+    object_facts,
+)
 
 T = TypeVar("T")
 READ_BLOCK_BYTES = 16 << 20
 """A file is fetched in ranges of this size, several at once."""
-CONNECT_SECONDS = 10.0
-SLOWEST_BYTES_PER_SECOND = 128 << 10
-"""A request with a body gets as much more time as the body takes at this speed."""
 READ_BYTES = 1 << 20
-HASH_METADATA = "xxh3-128"
-
-
-@dataclass(frozen=True)
-class ObjectFacts:
-    """What the server says of an object.
-
-    Attributes:
-        size: bytes.
-        etag: without quotes.
-        sha256: the additional checksum, of the parts' checksums where there were parts; None without one.
-        xxh3_128: the hash of the content that the uploader stated.
-        age_seconds: since the object was put, by the server's clock.
-    """
-
-    size: int
-    etag: str
-    sha256: str | None
-    xxh3_128: str | None
-    age_seconds: float
 
 
 class ObjectClient:
@@ -118,7 +97,7 @@ class ObjectClient:
             fs = S3FileSystem(
                 endpoint_url=settings.endpoint_url,
                 client_kwargs={"region_name": settings.region} if settings.region else {},
-                config_kwargs=_botocore_config(settings),
+                config_kwargs=client_settings(settings),
                 skip_instance_cache=True,
                 use_listings_cache=False,
             )
@@ -159,7 +138,7 @@ class ObjectClient:
 
     async def once(self, method: str, key: str, **arguments: Any) -> dict[str, Any]:
         """One request about one object, given up when it takes too long."""
-        async with asyncio.timeout(_seconds(self.settings, len(arguments.get("Body", b"")))):
+        async with asyncio.timeout(allowed_seconds(self.settings, len(arguments.get("Body", b"")))):
             return await self.fs._call_s3(
                 method, Bucket=self.root.bucket, Key=self.root.key(key), **arguments
             )
@@ -185,7 +164,7 @@ class ObjectClient:
             if error_code(error) in MISSING_OBJECT:
                 return None
             raise
-        return _facts(answer)
+        return object_facts(answer)
 
     def head(self, key: str) -> ObjectFacts | None:
         """What the server says of an object; None where there is none."""
@@ -231,7 +210,7 @@ class ObjectClient:
         """A small object and its facts."""
 
         content, answer = await self.attempt("get_object", key, partial(self.read_body, key))
-        return content, _facts(answer)
+        return content, object_facts(answer)
 
     def get_bytes(self, key: str) -> tuple[bytes, ObjectFacts] | None:
         """A small object and its facts; None where there is none."""
@@ -342,7 +321,7 @@ class ObjectClient:
             arguments |= {name: answer[field] for name, field in markers.items() if answer.get(field)}
 
     async def _page(self, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        async with asyncio.timeout(_seconds(self.settings, 0)):
+        async with asyncio.timeout(allowed_seconds(self.settings, 0)):
             return await self.fs._call_s3(method, **arguments)
 
     def list(self, prefix: str) -> dict[str, int]:
@@ -365,58 +344,3 @@ class ObjectClient:
         for answer in self.run(self._each(keys, one)):
             if isinstance(answer, ObjectStoreError) and not isinstance(answer, LostObjectError):
                 raise answer
-
-
-def body_checksum(body: bytes, settings: ObjectStoreConfig) -> dict[str, str]:
-    """The arguments of a request by which the server checks the body that it gets."""
-    if settings.checksum == "sha256":
-        digest = hashlib.sha256(body).digest()
-        return {"ChecksumSHA256": base64.b64encode(digest).decode(), "ChecksumAlgorithm": "SHA256"}
-    if settings.checksum == "etag":
-        digest = hashlib.md5(body, usedforsecurity=False).digest()
-        return {"ContentMD5": base64.b64encode(digest).decode()}
-    return {}
-
-
-def backoff_seconds(number: int) -> float:
-    """Pause after attempt `number` (from 1): doubles up to 20 s, spread so that parts do not keep step."""
-    return min(20.0, 0.2 * 2**number) * random.uniform(0.5, 1.0)
-
-
-def _seconds(settings: ObjectStoreConfig, body_bytes: int) -> float:
-    """How long a request may take."""
-    return settings.timeout_seconds + body_bytes / SLOWEST_BYTES_PER_SECOND
-
-
-def _botocore_config(settings: ObjectStoreConfig) -> dict[str, Any]:
-    """Settings of the client below: no retries, no checksums of its own choice.
-
-    Over TLS the body is not hashed once more for the signature, which covers the checksum header.
-    """
-    endpoint = (
-        settings.endpoint_url or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
-    )
-    is_plain = bool(endpoint and endpoint.startswith("http://"))
-    return {
-        "max_pool_connections": settings.max_connections + 2,
-        "connect_timeout": min(CONNECT_SECONDS, settings.timeout_seconds),
-        # Also runs while a body is being sent: the limits that count are set around each request.
-        "read_timeout": _seconds(settings, int(settings.part_bytes)) + CONNECT_SECONDS,
-        "retries": {"total_max_attempts": 1, "mode": "standard"},
-        "request_checksum_calculation": "when_required",
-        "response_checksum_validation": "when_required",
-        **({} if is_plain else {"s3": {"payload_signing_enabled": False}}),
-    }
-
-
-def _facts(answer: dict[str, Any]) -> ObjectFacts:
-    put: datetime | None = answer.get("LastModified")
-    stated = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date")
-    now = parsedate_to_datetime(stated) if stated else datetime.now(UTC)
-    return ObjectFacts(
-        size=int(answer["ContentLength"]),
-        etag=str(answer.get("ETag", "")).strip('"'),
-        sha256=answer.get("ChecksumSHA256"),
-        xxh3_128=answer.get("Metadata", {}).get(HASH_METADATA),
-        age_seconds=max(0.0, (now - put).total_seconds()) if put else 0.0,
-    )

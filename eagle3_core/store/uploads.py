@@ -30,13 +30,13 @@ from eagle3_core.store.object_errors import (
     explain,
     is_transient,
 )
-from eagle3_core.store.objects import (
+from eagle3_core.store.object_wire import (
     HASH_METADATA,
-    ObjectClient,
     ObjectFacts,
     backoff_seconds,
     body_checksum,
 )
+from eagle3_core.store.objects import ObjectClient
 
 logger = logging.getLogger(__name__)
 MAX_PARTS = 10_000
