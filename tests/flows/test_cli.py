@@ -162,7 +162,8 @@ def test_commands_that_only_look_import_neither_prefect_nor_torch(profile, argum
 
 
 @pytest.mark.parametrize(
-    "command", ["run", "plan", "show", "runs", "lineage", "doctor", "deploy", "config", "target fetch"]
+    "command",
+    ["run", "plan", "show", "runs", "lineage", "verify", "gc", "doctor", "deploy", "config", "target fetch"],
 )
 def test_every_command_has_help(command, capsys):
     from flows.cli import main

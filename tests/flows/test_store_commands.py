@@ -1,0 +1,147 @@
+"""The commands gc, verify and lineage on a store without runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from eagle3_core.errors import EXIT_OK, EXIT_USER_ERROR, ConfigError
+from eagle3_core.store.local import LocalStore
+from tests.doubles.profile import stand_in_profile
+from tests.store.artifacts import Chain, add_run
+
+pytestmark = pytest.mark.orchestrator
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    return LocalStore(tmp_path / "workspace" / "store")
+
+
+@pytest.fixture
+def runs(store: LocalStore) -> tuple[Chain, Chain]:
+    """Two runs of long ago; the newer one replaces the other."""
+    return add_run(store, "a", age_days=30), add_run(store, "b", age_days=1)
+
+
+def eagle3(store: LocalStore, *arguments: str) -> int:
+    from flows.cli import main
+
+    return main([*arguments, "--store", str(store.root), "--workspace", str(store.root.parent)])
+
+
+def test_gc_without_a_policy_only_shows_what_there_is(store, runs, capsys):
+    assert eagle3(store, "gc") == EXIT_OK
+    text = capsys.readouterr().out
+    assert "no policy was given" in text
+    assert "no policy names it" in text
+    assert set(store.refs()) == runs[0].refs | runs[1].refs
+
+
+def test_gc_moves_says_why_restores_and_purges(store, runs, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    old, new = runs
+    assert eagle3(store, "gc", "--older-than", "1d", "--dry-run") == EXIT_OK
+    assert "would go to trash" in capsys.readouterr().out
+    assert eagle3(store, "gc", "--older-than", "1d") == EXIT_OK
+    text = capsys.readouterr().out
+    assert f"to trash  {old.capture}" in text
+    assert f"kept      {new.export}" in text
+    assert "no newer, benchmarked export of the profile demo replaces it" in text
+    assert set(store.refs()) == new.refs
+    assert eagle3(store, "gc", "--restore", old.capture.id) == EXIT_OK
+    assert old.capture in store.refs()
+    capsys.readouterr()
+    assert eagle3(store, "gc", "--purge", "--json") == EXIT_OK
+    assert json.loads(capsys.readouterr().out)["purged_bytes"] > 0
+    assert store.trash().entries() == []
+
+
+def test_gc_takes_the_policies_of_a_profile_and_options_replace_them(tmp_path, capsys):
+    profile = stand_in_profile(tmp_path, retention={"older_than_days": 14, "keep": []})
+    store = LocalStore(tmp_path / "workspace" / "store")
+    old, new = add_run(store, "a", age_days=30), add_run(store, "b", age_days=1)
+    from flows.cli import main
+
+    assert main(["gc", str(profile), "--older-than", "9000d", "--json"]) == EXIT_OK
+    assert json.loads(capsys.readouterr().out)["trashed_bytes"] == 0
+    assert main(["gc", str(profile), "--keep", str(old.export), "--json"]) == EXIT_OK
+    report = json.loads(capsys.readouterr().out)
+    moved = {line["artifact"] for line in report["lines"] if line["action"] == "to trash"}
+    assert moved == {str(old.benchmark)}
+    assert set(store.refs()) == new.refs | old.refs - {old.benchmark}
+    assert main(["gc", str(profile), "--store", str(store.root)]) == EXIT_USER_ERROR
+
+
+def test_gc_moves_what_a_person_names_whatever_needs_it(store, runs, capsys):
+    _, new = runs
+    assert eagle3(store, "gc", "--force", new.capture.id[:8], "--json") == EXIT_OK
+    assert new.capture not in store.refs()
+    assert new.checkpoint in store.refs()
+    assert eagle3(store, "gc", "--force", "capture/0000000000000000") == EXIT_USER_ERROR
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("option", [("--older-than", "soon"), ("--over", "much"), ("--purge-after", "-3d")])
+def test_gc_refuses_spans_and_sizes_that_it_cannot_read(store, option, capsys):
+    assert eagle3(store, "gc", *option) == EXIT_USER_ERROR
+    assert "expected such as" in capsys.readouterr().err
+
+
+def test_spans_of_time_and_sizes_are_read_with_their_units():
+    from flows.gc_view import days, size
+
+    assert [days(text) for text in ("14d", "36h", "2w", "90m", "3")] == [14, 1.5, 14, 0.0625, 3]
+    assert size("500GiB") == 500 << 30
+    with pytest.raises(ConfigError):
+        days("14 days ago")
+
+
+def test_verify_says_what_is_wrong_a_line_each_and_ends_with_2(store, runs, capsys):
+    ref = runs[1].export
+    assert eagle3(store, "verify", str(ref)) == EXIT_OK
+    assert f"{ref} in {store.root}: right; 1 files" in capsys.readouterr().out
+    (store.folder(ref) / "content.bin").unlink()
+    assert eagle3(store, "verify", str(ref)) == EXIT_USER_ERROR
+    assert "is missing" in capsys.readouterr().out
+    assert eagle3(store, "verify", str(ref), "--json") == EXIT_USER_ERROR
+    assert json.loads(capsys.readouterr().out)["problems"][0]["where"] == "content.bin"
+    assert eagle3(store, "verify", "export/0000000000000000") == EXIT_USER_ERROR
+
+
+def test_verify_of_a_capture_needs_to_know_what_made_it_unless_only_its_files_count(store, runs, capsys):
+    ref = runs[1].capture
+    assert eagle3(store, "verify", str(ref)) == EXIT_USER_ERROR
+    assert "--profile, or check the files alone with --files-only" in capsys.readouterr().err
+    assert eagle3(store, "verify", str(ref), "--files-only") == EXIT_OK
+    assert "what the states mean was not checked" in capsys.readouterr().out
+
+
+def test_lineage_is_a_tree_json_or_a_graph(store, runs, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    ref = runs[1].benchmark
+    assert eagle3(store, "lineage", str(ref)) == EXIT_OK
+    text = capsys.readouterr().out
+    assert "prompts.jsonl" in text
+    assert "target target/t ORG/NAME" in text
+    assert f"dataset {runs[1].dataset} as above" in text
+    assert eagle3(store, "lineage", str(ref), "--json") == EXIT_OK
+    assert json.loads(capsys.readouterr().out)["artifact"] == str(ref)
+    assert eagle3(store, "lineage", str(ref), "--dot") == EXIT_OK
+    assert capsys.readouterr().out.startswith("digraph lineage {")
+    assert eagle3(store, "lineage", str(ref), "--dot", "--json") == EXIT_USER_ERROR
+
+
+def test_lineage_says_plainly_what_is_gone(store, runs, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    _, new = runs
+    eagle3(store, "gc", "--force", str(new.capture))
+    capsys.readouterr()
+    eagle3(store, "lineage", str(new.export))
+    assert f"{new.capture} is in the trash: `eagle3 gc --restore` puts it back" in capsys.readouterr().out
+    eagle3(store, "gc", "--purge")
+    capsys.readouterr()
+    eagle3(store, "lineage", str(new.export))
+    assert "is not in the store any more: what it was made from is not known" in capsys.readouterr().out
