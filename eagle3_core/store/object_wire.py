@@ -1,4 +1,4 @@
-"""What goes over the wire to an object store: the client's settings, checksums of bodies, facts of answers."""
+"""What goes over the wire to an object store: settings of the client, checksums of bodies, facts."""
 
 from __future__ import annotations
 

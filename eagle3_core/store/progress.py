@@ -54,6 +54,11 @@ class Progress:
         self._call: Call[FileEntry] | None = None
         self._is_closing = False
 
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save is on its way to the bucket."""
+        return self._thread is not None and self._thread.is_alive()
+
     def fetch(self) -> bool:
         """Download what the bucket has, where that is further than what lies here; returns whether it was.
 
@@ -79,7 +84,7 @@ class Progress:
             growing: names of files that are appended to.
         """
         write_atomic(self._folder / PROGRESS_NAME, Saved(position=position).model_dump_json())
-        if self._is_closing or (self._thread is not None and self._thread.is_alive()):
+        if self._is_closing or self.is_saving:
             return
         for name in files:
             self._link(name).unlink(missing_ok=True)

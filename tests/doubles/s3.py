@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 import re
 import socket
@@ -231,14 +232,19 @@ class S3:
 
     url: str
     proxy: Proxy
+    _clients: dict[str, Any] = field(default_factory=dict)
 
-    def client(self, **credentials: str) -> Any:
+    def client(self, service: str = "s3") -> Any:
         """A client of botocore that goes round the proxy."""
-        import botocore.session
+        if service not in self._clients:
+            import botocore.session
 
-        keys = {"aws_access_key_id": "testing-key", "aws_secret_access_key": "testing-secret"} | credentials
-        session = botocore.session.get_session()
-        return session.create_client("s3", endpoint_url=self.url, region_name="us-east-1", **keys)
+            keys = {"aws_access_key_id": "testing-key", "aws_secret_access_key": "testing-secret"}
+            session = botocore.session.get_session()
+            self._clients[service] = session.create_client(
+                service, endpoint_url=self.url, region_name="us-east-1", **keys
+            )
+        return self._clients[service]
 
     def keys(self, prefix: str = "") -> dict[str, int]:
         """Key and bytes of every object."""
@@ -267,13 +273,7 @@ class S3:
 
     def make_user(self, *actions: str) -> dict[str, str]:
         """The variables of a user who may do `actions` only; make it before credentials are required."""
-        import json
-
-        import botocore.session
-
-        keys = {"aws_access_key_id": "testing-key", "aws_secret_access_key": "testing-secret"}
-        session = botocore.session.get_session()
-        iam = session.create_client("iam", endpoint_url=self.url, region_name="us-east-1", **keys)
+        iam = self.client("iam")
         iam.create_user(UserName="limited")
         statement = {"Effect": "Allow", "Action": list(actions), "Resource": "*"}
         policy = json.dumps({"Version": "2012-10-17", "Statement": [statement]})
