@@ -6,6 +6,7 @@ No Prefect here: a task calls `run_stage` and reports what comes back.
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,28 +28,32 @@ from eagle3_core.contracts import (
 )
 from eagle3_core.data.ledger import Ledger
 from eagle3_core.errors import EXIT_BUG, Eagle3Error, StepError, StoreError, VerificationError
-from eagle3_core.estimate import check_space, estimate_run
+from eagle3_core.estimate.run import check_space, estimate_run, space_line
 from eagle3_core.host.engine_environment import capture_engine_config
 from eagle3_core.host.lines import without_secrets
 from eagle3_core.host.process import run_step
 from eagle3_core.host.run_folder import RunFolder, used_by_runs
 from eagle3_core.leftovers import remove_leftovers
 from eagle3_core.planning import STAGE_INPUTS, RunPlan, plan_run
-from eagle3_core.preflight import Check, run_checks
+from eagle3_core.preflight import Check, check_settings, run_checks
 from eagle3_core.probing import CHECK_NAME, check_probe
 from eagle3_core.report.write import write_report
+from eagle3_core.run_space import RunSpace
 from eagle3_core.serving.acceptance import check_acceptance
 from eagle3_core.store.collect import collect_garbage
 from eagle3_core.store.condemned import condemn
+from eagle3_core.store.disk import as_host_error, guarding, unguarded
 from eagle3_core.store.open import open_store
 from eagle3_core.store.uses import RunUse
 from eagle3_core.target.locate import fetch_spec, is_builtin, target_folder
 
 NOT_RETRIED = {
-    "BenchmarkError", "ConfigError", "DataError", "ExportError", "HostError", "ObjectAccessError",
-    "ProbeError", "TargetError", "VerificationError",
+    "BenchmarkError", "ConfigError", "DataError", "DiskFullError", "ExportError", "HostError",
+    "ObjectAccessError", "ProbeError", "TargetError", "VerificationError",
 }  # fmt: skip
 """Errors that a second attempt would only repeat."""
+logger = logging.getLogger(__name__)
+
 MAX_LISTED = 8
 CAPTURE_STEPS: tuple[StepName, ...] = ("extract", "probe")
 """Steps that run in the environment of the capture engine."""
@@ -80,6 +85,8 @@ class StageError(Eagle3Error):
     """A stage failed; `cause` is why."""
 
     def __init__(self, stage: Stage, cause: BaseException) -> None:
+        if isinstance(cause, OSError):
+            cause = as_host_error(cause) or cause
         self.stage, self.cause = stage, cause
         text = str(cause) if isinstance(cause, Eagle3Error) else f"{type(cause).__name__}: {cause}"
         super().__init__(f"stage {stage} failed: {text}")
@@ -99,6 +106,7 @@ class _Run:
     folder: RunFolder
     callbacks: Callbacks
     use: RunUse
+    space: RunSpace
 
     def plan(self) -> RunPlan:
         """Decide every id that can be known now, and note in the store that this run uses them.
@@ -117,8 +125,8 @@ class _Run:
             engine=capture_engine_config(self.config) if name in CAPTURE_STEPS else self.config.engine,
             folder=self.folder.log_path(name).parent,
             on_line=self.callbacks.on_line,
-            on_progress=self.callbacks.on_progress,
-            on_tick=self.callbacks.on_tick,
+            on_progress=self.space.progress,
+            on_tick=self.space.tick,
             timeout_seconds=self.config.limits.step_timeout_minutes * 60,
         )
 
@@ -131,9 +139,10 @@ def run_stage(
     Raises:
         StageError: names the stage and the first cause.
     """
-    folder = RunFolder(config.workspace_path / "runs" / run_id)
-    with RunUse(run_id) as use:
-        return _run_stage(stage, _Run(config, folder, callbacks or Callbacks(), use))
+    folder, callbacks = RunFolder(config.workspace_path / "runs" / run_id), callbacks or Callbacks()
+    space = RunSpace(config, folder, stage, callbacks.on_progress, callbacks.on_tick)
+    with RunUse(run_id) as use, guarding(space.guard):
+        return _run_stage(stage, _Run(config, folder, callbacks, use, space))
 
 
 def _run_stage(stage: Stage, run: _Run) -> StageOutcome:
@@ -168,7 +177,7 @@ def _run_stage(stage: Stage, run: _Run) -> StageOutcome:
 
 def _record_failure(run: _Run, stage: Stage, state: str, message: str, seconds: float) -> None:
     """Record it where the run folder still exists; the error itself matters more."""
-    with contextlib.suppress(Eagle3Error):
+    with contextlib.suppress(Eagle3Error), unguarded():
         spent = getattr(run.folder.record().stage(stage), "seconds", None) or 0.0
         run.folder.update_stage(
             stage, state=state, seconds=round(spent + seconds, 3), message=message, log=_log_name(run, stage)
@@ -204,14 +213,20 @@ def _preflight(run: _Run) -> StageOutcome:
 
 
 def _plan(run: _Run) -> StageOutcome:
-    """Estimate the run's bytes and minutes and refuse what does not fit."""
+    """Estimate the run's bytes and minutes, refuse what does not fit, and reserve the space."""
+    check_settings(run.config)
     stages = [record.stage for record in run.folder.record().stages]
-    estimate = estimate_run(run.plan(), stages)
-    check_space(estimate, run.config)
+    estimate = estimate_run(run.plan(), stages, run.folder.run_id)
+    if run.config.limits.check_disk:
+        check_space(estimate)
+    elif not estimate.fits:
+        for line in (space_line(one) for one in estimate.file_systems if not one.fits):
+            logger.warning("%s; limits.check_disk is false, so it begins all the same", line)
+    run.space.reserve(estimate)
+    free = ", ".join(f"{one.free_bytes:,} free on {one.mount}" for one in estimate.file_systems)
     return StageOutcome(
         stage="plan",
-        message=f"{estimate.new_bytes:,} bytes to write, {estimate.free_bytes:,} free, "
-        f"roughly {estimate.total_minutes:.0f} min",
+        message=f"{estimate.new_bytes:,} bytes to write, {free}, roughly {estimate.total_minutes:.0f} min",
         details=estimate.model_dump(mode="json"),
     )
 
@@ -225,6 +240,7 @@ def _make(stage: StepName) -> Callable[[_Run], StageOutcome]:
         reused = _intact(plan, outputs) and not (stage == "verify" and _is_outdated(plan))
         if not reused:
             _check_inputs(plan, stage, inputs)
+            _reserve(run, plan, stage)  # type: ignore[arg-type]
             spec = StepSpec(
                 config=without_secrets(run.config),
                 run_id=run.folder.run_id,
@@ -236,6 +252,20 @@ def _make(stage: StepName) -> Callable[[_Run], StageOutcome]:
         return _outcome(run, plan, stage, outputs, reused)
 
     return handler
+
+
+def _reserve(run: _Run, plan: RunPlan, stage: Stage) -> None:
+    """Reserve what this stage and those after it have yet to write, and wait until this stage's part fits.
+
+    Shards and checkpoints are asked for one by one, by the steps that write them.
+    """
+    stages = [record.stage for record in run.folder.record().stages]
+    left = stages[stages.index(stage) :] if stage in stages else [stage]
+    estimate = estimate_run(plan, left, run.folder.run_id, with_options=False)
+    run.space.reserve(estimate)
+    if stage not in ("extract", "train"):
+        needed = sum(artifact.new_bytes for artifact in estimate.artifacts if artifact.stage == stage)
+        run.space.guard.make_room(run.config.store_path, needed, f"the stage {stage}")
 
 
 def _prepare(run: _Run) -> StageOutcome:

@@ -15,11 +15,13 @@ from eagle3_core.config import STAGES, RunConfig, Stage
 from eagle3_core.contracts import EngineInfoResult, EngineInfoSpec
 from eagle3_core.data.conversations import read_prompts
 from eagle3_core.errors import ConfigError, DataError, Eagle3Error, HostError, TargetError
-from eagle3_core.estimate import GIB, artifact_bytes, guess_tokens
+from eagle3_core.estimate.sizes import capture_bytes
+from eagle3_core.estimate.workload import guess_samples
 from eagle3_core.host.engine_environment import openmp_library
 from eagle3_core.host.engine_info import capture_versions, engine_versions
 from eagle3_core.host.gpus import gpu_memory, visible_gpus
 from eagle3_core.host.inspect import (
+    GIB,
     check_loopback_port,
     check_writable,
     existing_parent,
@@ -115,6 +117,16 @@ def check_combinations(config: RunConfig) -> str:
     return "settings fit together"
 
 
+def check_settings(config: RunConfig) -> None:
+    """Whatever of the settings can be refused without an engine: combinations, layer ids, sizes, prompts.
+
+    Raises:
+        Eagle3Error: the first that does not fit.
+    """
+    for check in (check_combinations, _check_target, _check_prompts):
+        check(config)
+
+
 def _check_processors(config: RunConfig) -> str:
     return f"{inspect_host().num_cpus} processors"
 
@@ -162,7 +174,7 @@ def _target_if_there(config: RunConfig) -> TargetInfo | None:
 def _capture_bytes(config: RunConfig, target: TargetInfo) -> int:
     """Upper estimate of the whole capture, or 0 where the check of the prompts has more to say."""
     try:
-        return artifact_bytes(config, target, guess_tokens(config))["capture"]
+        return capture_bytes(config, target, guess_samples(config))
     except Eagle3Error:
         return 0
 

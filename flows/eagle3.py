@@ -15,6 +15,7 @@ from eagle3_core.config import STAGES, RunConfig, Stage, parse_stages
 from eagle3_core.host.process_tree import end_orphans
 from eagle3_core.host.run_folder import RunFolder, create_run_folder, new_run_id
 from eagle3_core.report.write import write_report
+from eagle3_core.run_space import release_space
 from eagle3_core.store.open import open_store
 from eagle3_core.store.uses import end_use
 from flows.recovery import settle_crashed_runs
@@ -90,6 +91,7 @@ def recorded_run(config: RunConfig, stages: tuple[Stage, ...]) -> Iterator[RunFo
     else:
         run.finish("completed")
     finally:
+        release_space(config, run.run_id)
         end_use(open_store(config), run.run_id)
 
 

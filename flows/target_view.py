@@ -11,7 +11,7 @@ from rich.table import Table
 
 from eagle3_core.config import RunConfig
 from eagle3_core.errors import TargetError
-from eagle3_core.estimate import GIB
+from eagle3_core.host.inspect import GIB
 from eagle3_core.target.architecture import AttentionFacts, ExpertFacts, RopeFacts
 from eagle3_core.target.files import NOT_HERE, TensorPlace
 from eagle3_core.target.info import TargetInfo

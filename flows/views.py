@@ -11,9 +11,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from eagle3_core.config import STAGES, RunConfig, Stage, resolve_path
-from eagle3_core.estimate import ArtifactEstimate, RunEstimate, check_space, estimate_run
+from eagle3_core.estimate.run import ArtifactEstimate, RunEstimate, check_space, estimate_run
+from eagle3_core.estimate.space import FileSystemEstimate
 from eagle3_core.host.run_folder import RunFolder, RunRecord, find_run, list_runs
 from eagle3_core.planning import plan_run
+from eagle3_core.preflight import check_settings
 from eagle3_core.report.summary import RunSummary, summarise
 from eagle3_core.store.open import open_store
 
@@ -23,18 +25,21 @@ STATE_STYLE = {
     "crashed": "red",
     "cancelled": "yellow",
     "running": "cyan",
+    "paused": "yellow",
 }
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def show_plan(config: RunConfig, stages: Sequence[Stage] | None, as_json: bool) -> None:
-    """Print what a run would make; an error if it does not fit on the disk."""
+    """Print what a run would make; an error if its settings or its bytes do not fit."""
+    check_settings(config)
     estimate = estimate_run(plan_run(config), stages or STAGES)
     if as_json:
         _print_json(estimate.model_dump(mode="json"))
     else:
         _print_plan(estimate, config)
-    check_space(estimate, config)
+    if config.limits.check_disk:
+        check_space(estimate)
 
 
 def show_run(workspace: str, name: str, as_json: bool) -> None:
@@ -121,12 +126,43 @@ def _print_plan(estimate: RunEstimate, config: RunConfig) -> None:
         shown.add(artifact.stage)
         table.add_row(*_plan_row(artifact, estimate, first))
     console.print(table)
+    for system in estimate.file_systems:
+        _print_file_system(console, system)
+    if estimate.options:
+        console.print("\nwhat would help:")
+    for option in estimate.options:
+        enough = "fits" if not option.lacking_bytes else f"still lacks {format_bytes(option.lacking_bytes)}"
+        console.print(
+            f"  {option.change}: needs {format_bytes(option.need_bytes)}, {enough}",
+            highlight=False, soft_wrap=True, markup=False,
+        )  # fmt: skip
     console.print(
-        f"to write {format_bytes(estimate.new_bytes)}, free {format_bytes(estimate.free_bytes)} of which "
-        f"{format_bytes(estimate.reserve_bytes)} stay free; roughly {estimate.total_minutes:.0f} minutes",
+        f"\nto write {format_bytes(estimate.new_bytes)}; roughly {estimate.total_minutes:.0f} minutes",
         highlight=False,
         soft_wrap=True,
     )
+
+
+def _print_file_system(console: Console, system: FileSystemEstimate) -> None:
+    """What the run needs of one file system, of what, and who else has reserved space there."""
+    verdict = "[green]fits[/]" if system.fits else f"[red]lacks {format_bytes(system.lacking_bytes)}[/]"
+    console.print(
+        f"\n[bold]{escape(system.mount)}[/] {verdict}: at most {format_bytes(system.need_bytes)} at once, "
+        f"{format_bytes(system.free_bytes)} free, of which {format_bytes(system.reserve_bytes)} stay free",
+        highlight=False,
+        soft_wrap=True,
+    )
+    table = Table(box=None, pad_edge=False, header_style="bold", show_header=True)
+    table.add_column("  stage", no_wrap=True)
+    table.add_column("what", overflow="fold")
+    table.add_column("stays", justify="right", no_wrap=True)
+    table.add_column("at most", justify="right", no_wrap=True)
+    for item in system.items:
+        stays = format_bytes(item.bytes) if item.bytes else "-"
+        table.add_row(f"  {item.stage}", escape(item.what), stays, format_bytes(item.peak_bytes))
+    for run_id, size in system.reserved.items():
+        table.add_row("  -", f"reserved by the run {escape(run_id)}", format_bytes(size), "")
+    console.print(table)
 
 
 def _plan_row(artifact: ArtifactEstimate, estimate: RunEstimate, first: bool) -> list[str]:

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from eagle3_core.errors import HostError
 
 LOOPBACK = "127.0.0.1"
+GIB = 1 << 30
 
 
 class HostFacts(BaseModel):

@@ -30,7 +30,7 @@ from eagle3_core.host.process_tree import ProcessId
 from eagle3_core.store.disk import as_host_error
 from eagle3_core.store.files import write_atomic
 
-StageState = Literal["pending", "running", "completed", "failed", "cancelled"]
+StageState = Literal["pending", "running", "paused", "completed", "failed", "cancelled"]
 RunState = Literal["running", "completed", "failed", "cancelled", "crashed"]
 RECORD_NAME = "stages.json"
 CONFIG_NAME = "config.yaml"

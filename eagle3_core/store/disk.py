@@ -19,12 +19,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from eagle3_core.errors import DiskFullError, Eagle3Error, HostError
-from eagle3_core.host.inspect import free_disk_bytes
+from eagle3_core.host.inspect import GIB, free_disk_bytes
 from eagle3_core.host.volume import volume_of
 from eagle3_core.sections import LimitsConfig
 from eagle3_core.store.reserve import Reservations
 
-GIB = 1 << 30
 POLL_SECONDS = 1.0
 REPEAT_SECONDS = 600.0
 NO_SPACE_ERRORS = {errno.ENOSPC, errno.EDQUOT}
@@ -201,7 +200,7 @@ class DiskGuard:
             self._on_poll()
 
 
-_guards: list[DiskGuard] = []
+_guards: list[DiskGuard | None] = []
 
 
 @contextlib.contextmanager
@@ -214,15 +213,27 @@ def guarding(guard: DiskGuard) -> Iterator[DiskGuard]:
         _guards.remove(guard)
 
 
+@contextlib.contextmanager
+def unguarded() -> Iterator[None]:
+    """Write without a guard: at once or not at all."""
+    _guards.append(None)
+    try:
+        yield
+    finally:
+        _guards.remove(None)
+
+
 def make_room(path: Path, num_bytes: int, what: str) -> None:
     """Wait until bytes that are to be written at `path` fit above the reserve; see `DiskGuard.make_room`."""
-    if _guards:
-        _guards[-1].make_room(path, num_bytes, what)
+    guard = _guards[-1] if _guards else None
+    if guard:
+        guard.make_room(path, num_bytes, what)
 
 
 def patiently(write: Callable[[], T], path: Path, num_bytes: int, what: str) -> T:
     """Repeat a write that finds the disk full; see `DiskGuard.patiently`."""
-    return _guards[-1].patiently(write, path, num_bytes, what) if _guards else write()
+    guard = _guards[-1] if _guards else None
+    return guard.patiently(write, path, num_bytes, what) if guard else write()
 
 
 def folder_bytes(folder: Path) -> int:
