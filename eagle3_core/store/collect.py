@@ -84,10 +84,11 @@ def collect_garbage(
         trash.finish()
     present = trash.entries()
     old = expired(present, now, purge_after_days) if purge_after_days is not None else []
-    lines = [_line(store, trash, verdict, forced, dry_run) for verdict in verdicts]
-    for entry in present:
+    lines = []
+    for entry in present:  # before anything is moved: on a full disk even that may need a little space
         is_due = entry in old and entry.ref not in in_use
         lines.append(_purge(trash, entry, dry_run) if is_due else _trash_line(entry, "in trash"))
+    lines += [_line(store, trash, verdict, forced, dry_run) for verdict in verdicts]
     return _report(store, lines, dry_run, policy, [why for _, why in unreadable])
 
 

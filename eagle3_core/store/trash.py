@@ -9,6 +9,7 @@ and what is half removed has no name under which anybody looks.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import re
 import shutil
@@ -21,7 +22,9 @@ from typing import Protocol
 from pydantic import ValidationError
 
 from eagle3_core.artifacts import ARTIFACT_KINDS, ID_LENGTH, ArtifactRef, Manifest
-from eagle3_core.errors import StoreError
+from eagle3_core.errors import FolderInUseError, StoreError
+from eagle3_core.store.claims import Claims
+from eagle3_core.store.disk import is_no_space
 from eagle3_core.store.files import LOCK_NAME, is_lock_file, sync_folder
 from eagle3_core.store.local import MANIFEST_NAME, LocalStore
 from eagle3_core.store.locks import folder_lock
@@ -107,8 +110,14 @@ class FolderTrash:
         entry, folder = TrashEntry.of(ref, size), self._store.folder(ref)
         if not folder.is_dir():
             raise StoreError(f"{ref} is not in {self._store.root}", remedy="nothing is left to move")
-        with folder_lock(folder, wait_seconds=0.0) as lock:
-            lock.check()
+        try:
+            with folder_lock(folder, wait_seconds=0.0) as lock:
+                lock.check()
+                self._move(folder, self._root / entry.name)
+        except OSError as error:
+            if not is_no_space(error):
+                raise
+            _check_free(folder)
             self._move(folder, self._root / entry.name)
         return entry
 
@@ -196,6 +205,20 @@ class FolderTrash:
                 f"{source} cannot be moved to {destination} ({error.strerror})",
                 remedy="keep the whole store on one file system" if apart else "check permissions",
             ) from error
+
+
+def _check_free(folder: Path) -> None:
+    """On a full disk no lock can be written, by nobody: then it is enough that nobody holds the folder.
+
+    Raises:
+        FolderInUseError: somebody does.
+    """
+    with contextlib.closing(Claims(folder, suffix="", hidden=f"{LOCK_NAME}-")) as claims:
+        if claims.is_held_elsewhere(LOCK_NAME):
+            raise FolderInUseError(
+                f"{folder} is in use by another process ({claims.owner(LOCK_NAME)})",
+                remedy="wait for that run or end it",
+            )
 
 
 def expired(entries: Sequence[TrashEntry], now: datetime, days: float) -> list[TrashEntry]:

@@ -23,6 +23,7 @@ from eagle3_core.store.local import LocalStore
 from eagle3_core.store.locks import folder_lock
 from eagle3_core.store.trash import find_entry
 from eagle3_core.store.uses import RunUse
+from tests.disks import small_disk
 from tests.store.artifacts import NOW, Chain, add, add_run
 
 OLD = RetentionConfig(older_than_days=14)
@@ -267,6 +268,21 @@ def _plan(manifest: Manifest) -> Any:
     from eagle3_core.artifacts import ArtifactPlan
 
     return ArtifactPlan(kind=manifest.ref.kind, identity=manifest.identity, parents=manifest.parents)
+
+
+def test_a_full_disk_can_be_emptied(tmp_path):
+    with small_disk(tmp_path / "disk", 4 << 20) as disk:
+        store = LocalStore(disk.path / "store")
+        add_run(store, "a", age_days=30, size=1 << 20)
+        new = add_run(store, "b", age_days=1)
+        for name in ("filler", "one more"):
+            with pytest.raises(OSError, match="No space"):
+                (disk.path / name).write_bytes(bytes(8 << 20))
+        assert (disk.path / "one more").stat().st_size == 0
+        assert gc(store).trashed_bytes > 1 << 20
+        gc(store, NOTHING, purge_after_days=0, now=NOW + timedelta(days=3650))
+        assert set(store.refs()) == new.refs
+        (disk.path / "one more").write_bytes(bytes(1 << 20))
 
 
 def test_nothing_is_named_twice(store):
