@@ -31,6 +31,8 @@ MOMENTS = 2
 """AdamW keeps two numbers for each parameter."""
 RESUMABLE_COPIES = 3
 """Two that can be resumed, and the one being written."""
+RESUMABLE_BESIDE_BYTES = 20_000
+"""Names, records and position in a resumable checkpoint."""
 BEST_COPIES = 3
 """Weights of the best epoch that each of two resumable checkpoints names, and of a better one."""
 EXPORT_ELEMENT_BYTES = 2
@@ -125,7 +127,7 @@ def _checkpoint(config: RunConfig, trained: int, kept: int, mapping: int, work: 
     metrics = epochs * (packs * per_step + work.num_samples * STEP_SAMPLE_BYTES + EPOCH_BYTES)
     beside = metrics + DRAFT_CONFIG_BYTES + MANIFEST_BYTES + epochs * EPOCH_BYTES
     final = 4 * (trained + kept) + mapping + beside
-    resumable = RESUMABLE_COPIES * 4 * trained * (1 + MOMENTS)
+    resumable = RESUMABLE_COPIES * (4 * trained * (1 + MOMENTS) + RESUMABLE_BESIDE_BYTES)
     while_saving = resumable + min(BEST_COPIES, epochs) * 4 * trained + metrics
     while_finishing = resumable * (RESUMABLE_COPIES - 1) // RESUMABLE_COPIES + 2 * 4 * trained + final
     return Size(final, max(final, while_saving, while_finishing))

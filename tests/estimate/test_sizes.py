@@ -67,7 +67,7 @@ def test_while_training_three_states_and_the_weights_of_three_epochs_lie_there(t
     for epochs, best in ((1, 1), (2, 2), (8, 3)):
         config = stand_in_config(tmp_path, train={"num_epochs": epochs})
         size = artifact_sizes(config, target, load)["checkpoint"]
-        assert 0 <= size.peak - 4 * trained * (3 * 3 + best) < 20_000
+        assert 0 <= size.peak - 4 * trained * (3 * 3 + best) < 80_000
         assert 0 <= size.final - 4 * (trained + kept) < 30_000
 
 
