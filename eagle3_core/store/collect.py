@@ -13,7 +13,7 @@ from eagle3_core.artifacts import ArtifactRef, Manifest
 from eagle3_core.errors import FolderInUseError, StoreError
 from eagle3_core.sections import RetentionConfig
 from eagle3_core.store.local import LocalStore
-from eagle3_core.store.retention import Verdict, decide
+from eagle3_core.store.retention import Verdict, decide, decide_abandoned
 from eagle3_core.store.trash import Trash, TrashEntry, expired
 from eagle3_core.store.uses import current_uses, used_artifacts
 
@@ -73,13 +73,18 @@ def collect_garbage(
     """
     now, trash = now or datetime.now(UTC), store.trash()
     manifests, unreadable = read_manifests(store)
-    known = {manifest.ref for manifest in manifests} | {ref for ref, _ in unreadable}
+    abandoned = store.without_manifest()
+    known = {manifest.ref for manifest in manifests} | {ref for ref, _ in unreadable} | abandoned.keys()
     missing = [str(ref) for ref in forced if ref not in known]
     if missing:
         raise StoreError(f"{', '.join(missing)} is not in {store.place}", remedy="`eagle3 gc` lists what is")
     in_use = dict(also_in_use or {}) | used_artifacts(current_uses(store))
     verdicts = decide(manifests, policy, now, in_use, forced, [str(ref) for ref, _ in unreadable])
-    verdicts = [*verdicts, *(_unreadable_verdict(ref, why, forced) for ref, why in unreadable)]
+    verdicts += [_unreadable_verdict(ref, why, forced) for ref, why in unreadable]
+    verdicts += [
+        decide_abandoned(ref, size, changed, policy, now, in_use, forced)
+        for ref, (size, changed) in abandoned.items()
+    ]
     if not dry_run:
         trash.finish()
     present = trash.entries()

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import stat
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +16,7 @@ from pydantic import ValidationError
 
 from eagle3_core.artifacts import (
     ARTIFACT_KINDS,
+    ID_PATTERN,
     ArtifactPlan,
     ArtifactRef,
     FileEntry,
@@ -169,6 +173,19 @@ class LocalStore:
     def notes(self, place: str) -> Notes:
         """Small files beside the artifacts, e.g. who uses what."""
         return FolderNotes(self.root / place)
+
+    def without_manifest(self) -> dict[ArtifactRef, tuple[int, datetime]]:
+        """Bytes and last change of folders whose writer was killed before its first file was there."""
+        found: dict[ArtifactRef, tuple[int, datetime]] = {}
+        for kind in ARTIFACT_KINDS:
+            for folder in sorted((self.root / kind).glob("*")):
+                if re.fullmatch(ID_PATTERN, folder.name) and not (folder / MANIFEST_NAME).exists():
+                    with contextlib.suppress(FileNotFoundError):  # somebody is at work there
+                        stats = [path.lstat() for path in [folder, *folder.rglob("*")]]
+                        size = sum(one.st_size for one in stats if stat.S_ISREG(one.st_mode))
+                        changed = datetime.fromtimestamp(max(one.st_mtime for one in stats), UTC)
+                        found[ArtifactRef(kind=kind, id=folder.name)] = (size, changed)
+        return found
 
     def refs(self) -> tuple[ArtifactRef, ...]:
         """Names of all artifacts that have a manifest, read or not; beside them lie `trash` and `uses`."""

@@ -15,6 +15,7 @@ import re
 import shutil
 import uuid
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -164,6 +165,10 @@ class RemoteStore(LocalStore):
         """Names of all artifacts that have a manifest, read or not."""
         matches = (MANIFEST_KEY.match(key) for key in sorted(self.client.list("")))
         return tuple(ArtifactRef.parse(match[1]) for match in matches if match)
+
+    def without_manifest(self) -> dict[ArtifactRef, tuple[int, datetime]]:
+        """Nothing: in a bucket a manifest follows each proven upload."""
+        return {}
 
     def check_writable(self) -> str:
         """Upload, read and delete a small object, and begin and abort an upload in parts.

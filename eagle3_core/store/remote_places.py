@@ -20,7 +20,7 @@ from eagle3_core.errors import FolderInUseError, StoreError
 from eagle3_core.store.lease import LEASE_NAME, hold_lease
 from eagle3_core.store.local import MANIFEST_NAME
 from eagle3_core.store.objects import ObjectClient
-from eagle3_core.store.trash import PURGING, TRASH, TrashEntry
+from eagle3_core.store.trash import PURGING, STAGING, TRASH, TrashEntry
 from eagle3_core.store.uploads import abort_uploads
 
 
@@ -159,6 +159,7 @@ class ObjectTrash:
                 keys = self._client.list(f"{entry.ref}/")
                 self._client.delete([key for key in keys if key != f"{entry.ref}/{LEASE_NAME}"])
                 shutil.rmtree(self._mirror / entry.ref.kind / entry.ref.id, ignore_errors=True)
+                shutil.rmtree(self._mirror / STAGING / entry.ref.id, ignore_errors=True)
             self._client.delete([marker])
 
     def finish(self) -> None:

@@ -31,6 +31,7 @@ RUN_ID = re.compile(r"^\d{8}-\d{6}-(?P<profile>.+)-[0-9a-f]{4}$")
 DATA_KINDS: tuple[ArtifactKind, ...] = ("conversations", "dataset", "vocabulary", "capture")
 """What checkpoints are made from."""
 PRODUCTS: tuple[ArtifactKind, ...] = ("checkpoint", "export", "benchmark")
+ABANDONED_DAYS = 1.0
 UNKNOWN = object()
 
 
@@ -91,6 +92,30 @@ def decide(
     if policy.max_bytes is not None:
         choice.name_oldest_over(int(policy.max_bytes))
     return choice.verdicts()
+
+
+def decide_abandoned(
+    ref: ArtifactRef,
+    size: int,
+    changed_at: datetime,
+    policy: RetentionConfig,
+    now: datetime,
+    in_use: Mapping[ArtifactRef, str],
+    forced: Collection[ArtifactRef] = (),
+) -> Verdict:
+    """The fate of files without a manifest: a writer was killed before it had finished the first of them.
+
+    They go by age or as unreferenced, but not before a day has passed.
+    """
+    days = max(ABANDONED_DAYS, policy.older_than_days or 0.0)
+    is_asked = policy.unreferenced or policy.older_than_days is not None
+    named = ["a person"] if ref in forced else []
+    if is_asked and now - changed_at > timedelta(days=days):
+        named.append(f"it has no manifest and has not changed for {days:g} days")
+    user = in_use.get(ref)
+    goes = ref in forced or (bool(named) and user is None)
+    kept = (user,) if named and user and not goes else ()
+    return Verdict(ref, size, changed_at.isoformat(timespec="seconds"), goes, tuple(named), kept)
 
 
 def profile_of(manifest: Manifest) -> str | None:

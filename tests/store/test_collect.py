@@ -7,7 +7,7 @@ import random
 import shutil
 import signal
 import time
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from eagle3_core.store.files import file_problem
 from eagle3_core.store.local import LocalStore
 from eagle3_core.store.locks import folder_lock
 from eagle3_core.store.trash import find_entry
-from eagle3_core.store.uses import RunUse
+from eagle3_core.store.uses import RunUse, end_use
 from tests.disks import small_disk
 from tests.store.artifacts import NOW, Chain, add, add_run
 
@@ -268,6 +268,23 @@ def _plan(manifest: Manifest) -> Any:
     from eagle3_core.artifacts import ArtifactPlan
 
     return ArtifactPlan(kind=manifest.ref.kind, identity=manifest.identity, parents=manifest.parents)
+
+
+def test_files_without_a_manifest_go_when_nobody_has_touched_them_for_a_day(store, runs):
+    ref = ArtifactRef(kind="capture", id="f" * 16)
+    (store.folder(ref)).mkdir()
+    (store.folder(ref) / "shard-00000").write_bytes(b"x" * 100)
+    made = datetime.now(UTC)
+    unreferenced = RetentionConfig(unreferenced=True)
+    assert actions(gc(store, NOTHING, now=made + timedelta(days=9)))[str(ref)] == "kept"
+    assert actions(gc(store, unreferenced, now=made + timedelta(hours=20)))[str(ref)] == "kept"
+    with RunUse("r") as use:
+        use.say(store, [ref])
+        assert actions(gc(store, unreferenced, now=made + timedelta(days=2)))[str(ref)] == "kept"
+        end_use(store, "r")
+    report = gc(store, unreferenced, now=made + timedelta(days=2))
+    assert next(line.bytes for line in report.lines if line.artifact == str(ref)) == 100
+    assert not store.folder(ref).exists()
 
 
 def test_a_full_disk_can_be_emptied(tmp_path):
