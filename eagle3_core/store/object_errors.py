@@ -31,6 +31,7 @@ WRONG_REGION = {
 NO_PERMISSION = {"401", "403", "AccessDenied", "AccountProblem", "AllAccessDisabled", "InvalidPayer"}
 NO_SPACE = {"507", "InsufficientStorage", "QuotaExceeded", "StorageFull", "XMinioStorageFull"}
 MISSING_OBJECT = {"404", "NoSuchKey", "NoSuchVersion"}
+MUTE_REFUSALS = {"301", "400", "403"}
 PAST_THE_END = {"416", "InvalidRange"}
 MISSING_UPLOAD = {"NoSuchUpload"}
 CONDITION_FAILED = {"412", "PreconditionFailed"}
@@ -114,7 +115,7 @@ def explain(
         return ObjectAccessError(
             f"{action} of {where} is not permitted ({reason})",
             remedy="the credentials need GetObject, PutObject, DeleteObject, AbortMultipartUpload, "
-            "ListBucket and ListBucketMultipartUploads there; wrong credentials look the same to a HEAD",
+            "ListMultipartUploadParts, ListBucket and ListBucketMultipartUploads there",
         )
     if code == "RequestTimeTooSkewed":
         return ObjectAccessError(f"{server} finds this host's clock wrong", remedy="set the clock")

@@ -24,6 +24,7 @@ from eagle3_core.store.files import HashingWriter, atomic_file
 from eagle3_core.store.object_errors import (
     CONDITION_FAILED,
     MISSING_OBJECT,
+    MUTE_REFUSALS,
     NOT_SUPPORTED,
     error_code,
     explain,
@@ -159,11 +160,13 @@ class ObjectClient:
         """As `head`."""
         mode = {"ChecksumMode": "ENABLED"} if self.settings.checksum == "sha256" else {}
         try:
-            answer = await self.request("head_object", key, MISSING_OBJECT, **mode)
+            answer = await self.request("head_object", key, {*MISSING_OBJECT, *MUTE_REFUSALS}, **mode)
         except OSError as error:
             if error_code(error) in MISSING_OBJECT:
                 return None
-            raise
+            # An answer to a HEAD has no body that says why; that to a GET has.
+            await self.request("get_object", key, Range="bytes=0-0")
+            raise explain(error, "head_object", self.url(key), self.settings) from error
         return object_facts(answer)
 
     def head(self, key: str) -> ObjectFacts | None:
