@@ -14,8 +14,11 @@ from eagle3_core.artifacts import ArtifactPlan, ArtifactRef
 from eagle3_core.config import RunConfig
 
 StepName = Literal[
-    "engine_info", "fetch_target", "prepare", "extract", "verify", "train", "export", "benchmark", "probe"
-]
+    "engine_info", "fetch_target", "prepare", "extract", "verify", "train", "export", "benchmark", "probe",
+    "import_capture", "export_capture",
+]  # fmt: skip
+ForeignFormat = Literal["speculators-v1", "speculators"]
+"""Formats of other projects: `data_{i}.pt` files, and the data folder with `hs_{i}.safetensors` files."""
 
 
 class _Message(BaseModel):
@@ -186,6 +189,47 @@ class VerifyResult(_Message):
     )
 
 
+class ImportSpec(_Message):
+    """Makes a dataset and a capture of a folder in a foreign format."""
+
+    config: RunConfig = Field(description="Target, auxiliary ids, final-state policy, shards and store.")
+    target_path: str
+    folder: str
+    format: ForeignFormat
+    layer_ids: tuple[int, ...] | None = Field(
+        default=None, description="The stored layers in the format's own counting, the final one last."
+    )
+
+
+class ImportResult(_Message):
+    """What a folder was made into."""
+
+    dataset: ArtifactRef
+    capture: ArtifactRef
+    num_samples: int
+    num_tokens: int
+    num_shards: int
+    num_new_shards: int = Field(description="Shards made now; the others were there already.")
+    bytes: int
+
+
+class ExportCaptureSpec(_Message):
+    """Writes a capture as a folder in a foreign format."""
+
+    config: RunConfig = Field(description="Names the store.")
+    capture: ArtifactRef
+    folder: str
+    format: ForeignFormat
+
+
+class ExportCaptureResult(_Message):
+    """A folder in a foreign format."""
+
+    folder: str
+    num_samples: int
+    bytes: int
+
+
 class AcceptanceFigures(_Message):
     """Acceptance of K drafted tokens. `acceptance_length` counts the bonus token."""
 
@@ -273,6 +317,8 @@ SPEC_TYPES: dict[str, type[BaseModel]] = {
     "export": StepSpec,
     "benchmark": StepSpec,
     "probe": ProbeSpec,
+    "import_capture": ImportSpec,
+    "export_capture": ExportCaptureSpec,
 }
 RESULT_TYPES: dict[str, type[BaseModel]] = {
     "engine_info": EngineInfoResult,
@@ -284,6 +330,8 @@ RESULT_TYPES: dict[str, type[BaseModel]] = {
     "export": ExportResult,
     "benchmark": BenchmarkResult,
     "probe": ProbeResult,
+    "import_capture": ImportResult,
+    "export_capture": ExportCaptureResult,
 }
 
 

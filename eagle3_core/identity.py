@@ -92,6 +92,13 @@ def plan_dataset(config: RunConfig, target: TargetInfo, conversations: ArtifactR
     return _plan("dataset", identity, parents={"conversations": conversations})
 
 
+def plan_imported_dataset(target: TargetInfo, engine: str, content_hash: str) -> ArtifactPlan:
+    """Token ids and loss masks that somebody else has made; determined by themselves."""
+    return _plan(
+        "dataset", {"content": content_hash, "engine": engine, "tokenizer": target.tokenizer_fingerprint}
+    )
+
+
 def plan_vocabulary(config: RunConfig, target: TargetInfo, dataset: ArtifactRef) -> ArtifactPlan:
     """The draft vocabulary mapping."""
     identity = {

@@ -44,6 +44,8 @@ STEPS = {
     "export": "eagle3_core.serving.export",
     "benchmark": "eagle3_core.serving.benchmark",
     "probe": "eagle3_core.capture.probe",
+    "import_capture": "eagle3_core.capture.import_folder",
+    "export_capture": "eagle3_core.capture.export_folder",
 }
 """Step name to the module whose `run(spec, progress)` does the work."""
 

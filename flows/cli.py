@@ -14,6 +14,7 @@ from typer.exceptions import TyperException
 
 from eagle3_core.config import STAGES, RunConfig, load_profile, parse_stages
 from eagle3_core.errors import EXIT_BUG, EXIT_OK, EXIT_USER_ERROR, ConfigError, Eagle3Error
+from flows.capture_cli import capture_app
 
 if TYPE_CHECKING:
     from eagle3_core.store.local import LocalStore
@@ -33,6 +34,7 @@ app = typer.Typer(
 )
 target_app = typer.Typer(no_args_is_help=True, help="Fetch or inspect a target.")
 app.add_typer(target_app, name="target")
+app.add_typer(capture_app, name="capture")
 
 ProfileArgument = Annotated[str, typer.Argument(help="YAML file, or name of a shipped profile.")]
 SetOption = Annotated[

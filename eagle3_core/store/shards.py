@@ -263,7 +263,9 @@ def write_packed_shard(path: Path, packed: PackedShard, with_sha256: bool = Fals
         raise
 
 
-def write_shard(path: Path, samples: Sequence[CapturedSample], layout: ShardLayout) -> FileEntry:
+def write_shard(
+    path: Path, samples: Sequence[CapturedSample], layout: ShardLayout, with_sha256: bool = False
+) -> FileEntry:
     """Write captured samples as a shard under its final name and return its manifest entry.
 
     Raises:
@@ -283,7 +285,7 @@ def write_shard(path: Path, samples: Sequence[CapturedSample], layout: ShardLayo
             )
         place.aux_states.copy_(sample.aux_states)
         place.final_states.copy_(sample.final_states)
-    return write_packed_shard(path, packed)
+    return write_packed_shard(path, packed, with_sha256)
 
 
 class ShardReader:

@@ -71,3 +71,47 @@ def source_layer(capture_id: int) -> int | None:
 def final_layer_id(num_layers: int) -> int:
     """The capture id of the final state (before the final norm)."""
     return num_layers
+
+
+def from_layer_outputs(layers: Sequence[int], num_layers: int) -> tuple[int, ...]:
+    """The capture ids of the outputs of decoder layers, as speculators v1 names them ("after layer i").
+
+    Of a model of 61 layers (2, 30, 58, 60) are (3, 31, 59, 61).
+
+    Raises:
+        TargetError: a layer that the target does not have.
+    """
+    wrong = [layer for layer in layers if not 0 <= layer < num_layers]
+    if wrong:
+        raise TargetError(
+            f"the target has no layer {wrong[0]}",
+            expected=f"layers from 0 to {num_layers - 1}, counted after",
+        )
+    return tuple(layer + 1 for layer in layers)
+
+
+def to_layer_outputs(capture_ids: Sequence[int]) -> tuple[int, ...]:
+    """The decoder layers after which the states of capture ids are taken; see `from_layer_outputs`.
+
+    Raises:
+        TargetError: capture id 0, the output of the embedding, which comes after no layer.
+    """
+    layers = [source_layer(capture_id) for capture_id in capture_ids]
+    if None in layers:
+        raise TargetError(
+            "capture id 0 is the output of the embedding: a format that counts after layers cannot name it",
+            remedy="export in another format, or capture other layers",
+        )
+    return tuple(layer for layer in layers if layer is not None)
+
+
+def check_capture_ids(capture_ids: Sequence[int], num_layers: int) -> tuple[int, ...]:
+    """Ids that somebody else names, as they are.
+
+    Raises:
+        TargetError: one that the target does not have.
+    """
+    wrong = [capture_id for capture_id in capture_ids if not 0 <= capture_id <= num_layers]
+    if wrong:
+        raise TargetError(f"the target has no capture id {wrong[0]}", expected=f"ids from 0 to {num_layers}")
+    return tuple(capture_ids)

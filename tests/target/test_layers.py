@@ -6,10 +6,13 @@ import pytest
 
 from eagle3_core.errors import TargetError
 from eagle3_core.target.layers import (
+    check_capture_ids,
     default_aux_layer_ids,
     final_layer_id,
+    from_layer_outputs,
     resolve_aux_layer_ids,
     source_layer,
+    to_layer_outputs,
 )
 
 
@@ -46,3 +49,17 @@ def test_what_is_wrong_with_ids_is_said() -> None:
 
 def test_explicit_ids_are_kept_and_zero_is_the_embedding_output() -> None:
     assert resolve_aux_layer_ids([0, 1, 3], 4) == (0, 1, 3)
+
+
+def test_layers_counted_after_are_translated_both_ways() -> None:
+    assert from_layer_outputs((2, 30, 58, 60), 61) == (3, 31, 59, 61)
+    assert to_layer_outputs((3, 31, 59, 61)) == (2, 30, 58, 60)
+
+
+def test_ids_that_the_target_or_the_format_does_not_have_are_refused() -> None:
+    with pytest.raises(TargetError, match="no layer 61; expected layers from 0 to 60"):
+        from_layer_outputs((2, 61), 61)
+    with pytest.raises(TargetError, match="capture id 0 is the output of the embedding"):
+        to_layer_outputs((0, 4))
+    with pytest.raises(TargetError, match="no capture id 62; expected ids from 0 to 61"):
+        check_capture_ids((0, 62), 61)
