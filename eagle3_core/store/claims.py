@@ -26,6 +26,7 @@ from eagle3_core.host.process_tree import ProcessId, boot_id
 STALE_SECONDS = 120.0
 HEARTBEAT_SECONDS = 5.0
 CLAIM_SUFFIX = ".claim"
+MOVED_ATTEMPTS = 10
 
 logger = logging.getLogger(__name__)
 
@@ -75,15 +76,23 @@ class Claims:
         Raises:
             StoreError: as the class.
         """
-        path = self._path(name)
-        try:
-            if not self._make(path) and not self.is_mine(name) and not self._take_over(path):
-                return False
-        except OSError as error:
-            raise _failure(self._folder, error) from error
+        for attempt in range(MOVED_ATTEMPTS):
+            try:
+                if not self._try(name):
+                    return False
+                break
+            except FileNotFoundError as error:  # the folder was moved away at this moment
+                if attempt == MOVED_ATTEMPTS - 1:
+                    raise _failure(self._folder, error) from error
+            except OSError as error:
+                raise _failure(self._folder, error) from error
         with self._lock:
             self._mine.add(name)
         return True
+
+    def _try(self, name: str) -> bool:
+        path = self._path(name)
+        return self._make(path) or self.is_mine(name) or self._take_over(path)
 
     def is_mine(self, name: str) -> bool:
         """Whether this process still holds the claim: nobody has taken it over."""

@@ -154,6 +154,8 @@ def _move(
         if is_forced:
             raise
         return (str(error),)
+    if entry is None:
+        return ("another process has moved it",)
     user = None if is_forced else used_artifacts(current_uses(store)).get(verdict.ref)
     if user is None:
         return ()

@@ -75,18 +75,19 @@ class ObjectTrash:
     def __init__(self, client: ObjectClient, mirror: Path) -> None:
         self._client, self._mirror = client, mirror
 
-    def put(self, ref: ArtifactRef, size: int) -> TrashEntry:
+    def put(self, ref: ArtifactRef, size: int) -> TrashEntry | None:
         """Take an artifact's manifest away, under its lease: at once nobody sees the artifact.
+
+        None if another process has just done so.
 
         Raises:
             FolderInUseError: somebody writes it.
-            StoreError: it is not there.
         """
         entry = TrashEntry.of(ref, size)
         with hold_lease(self._client, str(ref), wait_seconds=0.0) as lease:
             found = self._client.get_bytes(f"{ref}/{MANIFEST_NAME}")
             if found is None:
-                raise StoreError(f"{ref} is not in {self._client.root}", remedy="nothing is left to move")
+                return None
             self._client.put_bytes(f"{TRASH}/{entry.name}", found[0])
             lease.check()
             self._client.delete([f"{ref}/{MANIFEST_NAME}"])

@@ -69,8 +69,8 @@ class TrashEntry:
 class Trash(Protocol):
     """What a store of any place can do with artifacts that are to go."""
 
-    def put(self, ref: ArtifactRef, size: int) -> TrashEntry:
-        """Make an artifact invisible at once."""
+    def put(self, ref: ArtifactRef, size: int) -> TrashEntry | None:
+        """Make an artifact invisible at once; None if another process has just done so."""
         ...
 
     def entries(self) -> list[TrashEntry]:
@@ -100,8 +100,8 @@ class FolderTrash:
     def __init__(self, store: LocalStore) -> None:
         self._store, self._root = store, store.root / TRASH
 
-    def put(self, ref: ArtifactRef, size: int) -> TrashEntry:
-        """Move an artifact's folder into the trash, under its lock.
+    def put(self, ref: ArtifactRef, size: int) -> TrashEntry | None:
+        """Move an artifact's folder into the trash, under its lock; None if another process has just done so.
 
         Raises:
             FolderInUseError: somebody writes it.
@@ -109,11 +109,17 @@ class FolderTrash:
         """
         entry, folder = TrashEntry.of(ref, size), self._store.folder(ref)
         if not folder.is_dir():
-            raise StoreError(f"{ref} is not in {self._store.root}", remedy="nothing is left to move")
+            return None
         try:
             with folder_lock(folder, wait_seconds=0.0) as lock:
                 lock.check()
-                self._move(folder, self._root / entry.name)
+                is_there = any(not is_lock_file(path) for path in folder.iterdir())
+                if is_there:
+                    self._move(folder, self._root / entry.name)
+            if not is_there:  # the lock has made the folder anew
+                with contextlib.suppress(OSError):
+                    folder.rmdir()
+                return None
         except OSError as error:
             if not is_no_space(error):
                 raise
@@ -166,8 +172,10 @@ class FolderTrash:
         Raises:
             StoreError: it cannot be removed.
         """
-        doomed = self._root / f"{PURGING}{entry.name}"
-        self._move(self._root / entry.name, doomed)
+        source, doomed = self._root / entry.name, self._root / f"{PURGING}{entry.name}"
+        if not source.exists():
+            return  # another process has just done so
+        self._move(source, doomed)
         _remove(doomed)
         if entry.ref.kind == "capture" and not self._store.folder(entry.ref).exists():
             _remove(self._store.root / STAGING / entry.ref.id)

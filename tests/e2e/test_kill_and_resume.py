@@ -190,6 +190,16 @@ def test_a_second_run_reuses_everything_and_starts_no_step(scene):
     assert time.monotonic() - started < SECONDS
 
 
+def test_the_capture_is_verified_by_command_with_the_configuration_of_its_run(scene, eagle3_command):
+    capture = plan_run(scene.config).artifacts["capture"].ref
+    workspace = str(scene.config.workspace_path)
+    done = eagle3_command("verify", str(capture), "--deep", "--json", "--workspace", workspace)
+    assert done.returncode == EXIT_OK, done.stderr
+    check = json.loads(done.stdout)
+    assert (check["meaning"], check["problems"], check["num_files"]) == ("right", [], len(scene.shards))
+    assert check["findings"]["agreement"] > 0.98
+
+
 def test_one_removed_shard_alone_is_made_again(scene, eagle3_command):
     victim = Path(sorted(scene.shards)[1])
     content = victim.read_bytes()

@@ -287,6 +287,27 @@ def test_files_without_a_manifest_go_when_nobody_has_touched_them_for_a_day(stor
     assert not store.folder(ref).exists()
 
 
+def test_two_at_once_move_everything_once_and_neither_fails(store, runs):
+    old, new = runs
+    children = []
+    for _ in range(4):
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                gc(store)
+                code = 0
+            finally:
+                os._exit(code)
+        children.append(pid)
+    assert [os.waitpid(pid, 0)[1] for pid in children] == [0] * 4
+    assert set(store.refs()) == new.refs
+    assert store.without_manifest() == {}
+    moved = [entry.ref for entry in store.trash().entries()]
+    assert sorted(map(str, moved)) == sorted(names(old.refs))
+    assert all(store.trash().manifest(entry).ref == entry.ref for entry in store.trash().entries())
+
+
 def test_a_full_disk_can_be_emptied(tmp_path):
     with small_disk(tmp_path / "disk", 4 << 20) as disk:
         store = LocalStore(disk.path / "store")
