@@ -48,7 +48,7 @@ class RunSpace:
         self._before: dict[tuple[str, ...], int] = {}
         self._last_update = 0.0
         self._is_paused = False
-        self.guard = DiskGuard(config.limits, folder.run_id, on_poll=on_tick)
+        self.guard = DiskGuard(config.limits, folder.run_id, self._waits, on_tick)
 
     def reserve(self, estimate: RunEstimate) -> None:
         """Reserve what the estimate says; a folder that cannot be written costs only the reservation."""
@@ -66,6 +66,14 @@ class RunSpace:
                 self._folder.update_stage(self._stage, state=state, message=message)
         if self._on_progress:
             self._on_progress(event)
+
+    def _waits(self, reason: str | None) -> None:
+        """This process itself waits for space, or goes on."""
+        paused, message = reason is not None, reason or ""
+        event = ProgressEvent(
+            step=self._stage, done=0, total=None, unit="", message=message, is_paused=paused
+        )
+        self.progress(event)
 
     def tick(self) -> None:
         """Keep the reservation up to date: what is on the disk already is not counted again."""

@@ -102,12 +102,17 @@ def main(arguments: list[str] | None = None) -> int:
     if not sys.stdin.isatty():
         threading.Thread(target=_end_with_parent, name="parent-watch", daemon=True).start()
     started = time.monotonic()
+    guard = contextlib.ExitStack()
     try:
-        result = run_step(name, Path(spec_path).read_text())
+        spec, progress = SPEC_TYPES[name].model_validate_json(Path(spec_path).read_text()), Progress(name)
+        if isinstance(spec, StepSpec):
+            guard.enter_context(guarding(DiskGuard(spec.config.limits, spec.run_id, progress.pause)))
+        result = _run(name, spec, progress)
         outcome = StepOutcome(status="ok", result=result, seconds=time.monotonic() - started)
     except Exception as error:
         outcome = StepOutcome(status="failed", failure=_failure(error), seconds=time.monotonic() - started)
-    write_atomic(Path(result_path), outcome.model_dump_json(indent=1))
+    outcome = _leave(Path(result_path), outcome)
+    guard.close()
     if outcome.failure is None:
         return EXIT_OK
     print(f"step {name} failed: {outcome.failure.message}", flush=True)
@@ -119,12 +124,22 @@ def main(arguments: list[str] | None = None) -> int:
 
 def run_step(name: str, spec_json: str) -> dict[str, Any]:
     """Run a step in this process and return its result as JSON-able values."""
-    spec, progress = SPEC_TYPES[name].model_validate_json(spec_json), Progress(name)
-    with contextlib.ExitStack() as stack:
-        if isinstance(spec, StepSpec):
-            stack.enter_context(guarding(DiskGuard(spec.config.limits, spec.run_id, progress.pause)))
-        result = importlib.import_module(STEPS[name]).run(spec, progress)
+    return _run(name, SPEC_TYPES[name].model_validate_json(spec_json), Progress(name))
+
+
+def _run(name: str, spec: Any, progress: Progress) -> dict[str, Any]:
+    result = importlib.import_module(STEPS[name]).run(spec, progress)
     return RESULT_TYPES[name].model_validate(result).model_dump(mode="json")
+
+
+def _leave(path: Path, outcome: StepOutcome) -> StepOutcome:
+    """Write the outcome; where even that cannot be done, the step has failed and only its output says why."""
+    try:
+        write_atomic(path, outcome.model_dump_json(indent=1))
+    except (OSError, Eagle3Error) as error:
+        failure = outcome.failure or _failure(error)
+        return StepOutcome(status="failed", failure=failure, seconds=outcome.seconds)
+    return outcome
 
 
 def _failure(error: Exception) -> StepFailure:
