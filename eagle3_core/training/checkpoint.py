@@ -6,7 +6,8 @@
     metrics.jsonl               a line a step and an epoch; a checkpoint knows how many bytes belong to it
 
 A process that is killed at any moment leaves a `resume.json` that names complete files. When training is
-complete only the finished draft and `metrics.jsonl` remain.
+complete only the finished draft and `metrics.jsonl` remain. The bucket of a remote store gets the newest
+checkpoint alone; `resume.json` names an older one besides, which is passed over where it is not there.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import json
 import logging
 import os
 import pickle
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -35,6 +36,7 @@ POINTER = "resume.json"
 METRICS_FILE = "metrics.jsonl"
 KEPT = 2
 FORMAT_VERSION = 1
+OnSaved = Callable[[int, Sequence[str], Sequence[str]], None]
 
 
 class ResumeFolder:
@@ -43,10 +45,12 @@ class ResumeFolder:
     Args:
         folder: the artifact's folder, locked by the caller.
         plan: the artifact; a checkpoint of another identity is refused.
+        on_saved: told after each save: the step, names of the files that a resume needs, and of those that
+            are appended to. A store in a bucket takes them, so that another host can go on.
     """
 
-    def __init__(self, folder: Path, plan: ArtifactPlan) -> None:
-        self._folder, self._plan = folder, plan
+    def __init__(self, folder: Path, plan: ArtifactPlan, on_saved: OnSaved | None = None) -> None:
+        self._folder, self._plan, self._on_saved = folder, plan, on_saved
         self._entries: list[dict[str, Any]] = []
 
     def load(self) -> dict[str, Any] | None:
@@ -100,6 +104,8 @@ class ResumeFolder:
             "checkpoints": self._entries,
         }
         write_atomic(self._folder / POINTER, json.dumps(document, indent=1))
+        if self._on_saved is not None:
+            self._on_saved(step, [*files, POINTER], [METRICS_FILE])
         self._remove_unnamed()
 
     def save_best(self, tensors: dict[str, Tensor], epoch: int) -> str:

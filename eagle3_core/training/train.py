@@ -68,7 +68,7 @@ def run(spec: StepSpec, progress: Progress) -> TrainResult:
     with store.writer(spec.outputs["checkpoint"], spec.run_id) as writer:
         if writer.is_complete:
             return TrainResult.model_validate(writer.facts["result"])
-        resume = ResumeFolder(writer.folder, spec.outputs["checkpoint"])
+        resume = ResumeFolder(writer.folder, spec.outputs["checkpoint"], writer.save_progress)
         metrics = MetricsLog(writer.folder)
         reader = PackReader(source, index.splits["train"], spec.config.train.ttt_steps)
         draft = build_draft(spec.config, target, vocabulary)

@@ -14,6 +14,7 @@ from eagle3_core.contracts import StepSpec
 from eagle3_core.identity import plan_capture, plan_verification
 from eagle3_core.store.dataset import DATASET_FILE, Sample, content_hash, write_dataset
 from eagle3_core.store.local import LocalStore
+from eagle3_core.store.open import open_store
 from eagle3_core.target.info import inspect_target
 
 RUN_ID = "test-run"
@@ -34,13 +35,11 @@ def make_samples(lengths: Sequence[int], vocab_size: int = 500, seed: int = 0) -
 def capture_spec(root: Path, folder: Path, samples: Sequence[Sample], **sections: Any) -> StepSpec:
     """A spec of the step `extract` over `samples`, whose dataset is put into a store below `root`."""
     config = run_config(root, folder, **sections)
-    store = LocalStore(config.store_path)
     dataset = ArtifactPlan(kind="dataset", identity={"content": content_hash(samples)})
-    path = store.folder(dataset.ref) / DATASET_FILE
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with store.writer(dataset) as writer:
-        write_dataset(path, samples)
-        writer.complete([path], content_hash=content_hash(samples))
+    with open_store(config).writer(dataset) as writer:
+        if not writer.is_complete:
+            write_dataset(writer.folder / DATASET_FILE, samples)
+            writer.complete([writer.folder / DATASET_FILE], content_hash=content_hash(samples))
     engine = f"{config.capture.engine}-test"
     plan = plan_capture(config, inspect_target(folder), dataset.ref, content_hash(samples), engine)
     return StepSpec(

@@ -70,7 +70,7 @@ def test_a_finished_checkpoint_holds_the_draft_and_nothing_of_a_resume(
 ) -> None:
     spec, result = trained
     files = {path.name for path in _folder(spec).iterdir()}
-    assert files == {".lock", "manifest.json", "metrics.jsonl", "model.safetensors", "config.json"}
+    assert files == {"manifest.json", "metrics.jsonl", "model.safetensors", "config.json"}
     manifest = LocalStore(spec.config.store_path).read(spec.outputs["checkpoint"].ref)
     assert TrainResult.model_validate(manifest.facts["result"]) == result
     assert result.num_steps == len(_records(spec, "step"))
