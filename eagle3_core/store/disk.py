@@ -230,6 +230,12 @@ def make_room(path: Path, num_bytes: int, what: str) -> None:
         guard.make_room(path, num_bytes, what)
 
 
+def fits(path: Path, num_bytes: int) -> bool:
+    """Whether bytes fit above the reserve, for what can do without them; true where no guard is installed."""
+    guard = _guards[-1] if _guards else None
+    return guard is None or guard.shortage(path, num_bytes) is None
+
+
 def patiently(write: Callable[[], T], path: Path, num_bytes: int, what: str) -> T:
     """Repeat a write that finds the disk full; see `DiskGuard.patiently`."""
     guard = _guards[-1] if _guards else None

@@ -30,6 +30,7 @@ from typing import IO
 
 import numpy as np
 
+from eagle3_core.store.disk import fits
 from eagle3_core.store.files import LOCK_NAME, READ_BYTES, TEMPORARY_PREFIX
 
 BLOCK_BYTES = 4096
@@ -80,7 +81,8 @@ class SampleCache:
     def put(self, name: str, content: bytes | bytearray | memoryview) -> bool:
         """Keep an entry if there is room for it; returns whether it is there now.
 
-        A disk that is full or cannot be written to is no error: the entry is just not kept.
+        A disk that is full, has only its reserve left or cannot be written to is no error: the entry is just
+        not kept.
         """
         path, wanted = self.folder / name, blocks(len(content))
         is_full = time.monotonic() < self._full_until and wanted > self._room_left
@@ -89,6 +91,9 @@ class SampleCache:
         try:
             if path.exists():
                 return True
+            if not fits(self.folder, len(content)):
+                self._full_until, self._room_left = time.monotonic() + FULL_SECONDS, 0
+                return False
             with self._room(name, len(content)) as file:
                 if file is None:
                     return False
