@@ -240,6 +240,7 @@ def _make(stage: StepName) -> Callable[[_Run], StageOutcome]:
         reused = _intact(plan, outputs) and not (stage == "verify" and _is_outdated(plan))
         if not reused:
             _check_inputs(plan, stage, inputs)
+            _tell_of_the_trash(plan, outputs)
             _reserve(run, plan, stage)  # type: ignore[arg-type]
             spec = StepSpec(
                 config=without_secrets(run.config),
@@ -252,6 +253,17 @@ def _make(stage: StepName) -> Callable[[_Run], StageOutcome]:
         return _outcome(run, plan, stage, outputs, reused)
 
     return handler
+
+
+def _tell_of_the_trash(plan: RunPlan, outputs: dict[ArtifactKind, ArtifactPlan]) -> None:
+    """Say of what is about to be made anew that it could be put back; whoever moved it away decides."""
+    gone = {planned.ref for planned in outputs.values() if plan.store.find(planned.ref) is None}
+    for entry in plan.store.trash().entries() if gone else ():
+        if entry.ref in gone:
+            logger.warning(
+                "%s is in the trash and is made anew: `eagle3 gc --restore %s` would put it back",
+                entry.ref, entry.ref,
+            )  # fmt: skip
 
 
 def _reserve(run: _Run, plan: RunPlan, stage: Stage) -> None:

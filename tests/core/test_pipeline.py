@@ -9,11 +9,15 @@ import pytest
 from eagle3_core import pipeline
 from eagle3_core.contracts import ExtractResult, Rejection
 from eagle3_core.errors import EXIT_STEP_FAILED, StepError
-from eagle3_core.host.run_folder import RunFolder, create_run_folder
+from eagle3_core.host.run_folder import RunFolder, create_run_folder, new_run_id
 from eagle3_core.pipeline import StageError, run_stage
 from eagle3_core.planning import STAGE_INPUTS, STAGE_OUTPUTS, plan_run
+from eagle3_core.sections import RetentionConfig
+from eagle3_core.store.collect import collect_garbage
 from eagle3_core.store.files import file_entry, write_atomic
+from eagle3_core.store.open import open_store
 from tests.doubles.profile import stand_in_config
+from tests.store.artifacts import add_run
 
 STEPS = ("prepare", "extract", "verify", "train", "export", "benchmark")
 STAGES = (*STEPS, "plan", "cleanup", "report")
@@ -87,6 +91,42 @@ def test_verify_names_a_damaged_shard_and_extract_remakes_only_it(config, how):
     assert run_stage("verify", config, "r").reused
 
 
+DAMAGES = {
+    "the last byte cut": (lambda content: content[:-1], "bytes, its manifest says"),
+    "cut to four bytes": (lambda content: content[:4], "has 4 bytes, its manifest says"),
+    "emptied": (lambda content: b"", "has 0 bytes, its manifest says"),
+    "a byte more": (lambda content: content + b"x", "bytes, its manifest says"),
+    "a bit flipped": (lambda content: content[:5] + bytes([content[5] ^ 1]) + content[6:], "match its hash"),
+}
+
+
+def test_five_kinds_of_damage_are_listed_with_their_reasons_and_good_shards_are_left_alone(config):
+    run_all(config, ("prepare", "extract", "verify"))
+    plan = plan_run(config)
+    with plan.store.writer(plan.artifacts["capture"]) as writer:
+        for index in range(4, 9):
+            path = writer.folder / f"shard-{index:05d}.safetensors"
+            path.write_bytes(bytes(range(100)))
+            writer.record(file_entry(writer.folder, path))
+        writer.complete()
+    shards = sorted(capture_folder(config).glob("shard-*"))
+    before = {shard: (shard.stat().st_mtime_ns, shard.read_bytes()) for shard in shards}
+    damaged = dict(zip(shards[1:6], DAMAGES.values(), strict=True))
+    for shard, (change, _) in damaged.items():
+        shard.write_bytes(change(shard.read_bytes()))
+    found = plan.store.problems(plan.manifest("capture"))
+    assert list(found) == [shard.name for shard in damaged]
+    for shard, (_, reason) in damaged.items():
+        assert reason in found[shard.name]
+    for stage, message in (("verify", "5 of 9 shards .* are damaged"), ("train", "cannot use capture/")):
+        with pytest.raises(StageError, match=message) as caught:
+            run_stage(stage, config, "r")
+        assert caught.value.exit_code != 0
+        assert all(shard.name in str(caught.value) for shard in damaged)
+    good = [shard for shard in shards if shard not in damaged]
+    assert all((shard.stat().st_mtime_ns, shard.read_bytes()) == before[shard] for shard in good)
+
+
 def test_train_refuses_damaged_states(config):
     run_all(config, ("prepare", "extract", "verify"))
     damage(sorted(capture_folder(config).glob("shard-*"))[0], "flipped")
@@ -157,6 +197,33 @@ def test_cleanup_removes_what_an_interrupted_writer_left_and_nothing_else(config
     outcome = run_stage("cleanup", config, "r")
     assert outcome.details["bytes"] == 100
     assert {path.name for path in folder.iterdir()} == before
+
+
+def test_cleanup_applies_the_policies_and_spares_what_the_run_itself_uses(tmp_path):
+    config = stand_in_config(tmp_path, retention={"older_than_days": 14, "unreferenced": True})
+    store, run_id = open_store(config), new_run_id("stand-in")
+    create_run_folder(config, STAGES, run_id)
+    old = add_run(store, "a", age_days=30, profile="stand-in", upto="verification")
+    newer = add_run(store, "b", age_days=20, profile="stand-in", upto="verification")
+    for stage in ("prepare", "extract"):
+        run_stage(stage, config, run_id)
+    outcome = run_stage("cleanup", config, run_id)
+    assert "to the trash" in outcome.message
+    assert old.capture not in store.refs()
+    assert newer.capture in store.refs()  # the run's own capture is not verified yet
+    run_stage("verify", config, run_id)
+    run_stage("cleanup", config, run_id)
+    assert newer.capture not in store.refs()
+    assert run_stage("extract", config, run_id).reused
+
+
+def test_an_artifact_in_the_trash_is_made_anew_and_that_is_said(config, caplog):
+    run_all(config, ("prepare", "extract"))
+    plan = plan_run(config)
+    ref = plan.artifacts["capture"].ref
+    collect_garbage(plan.store, RetentionConfig(), forced={ref})
+    assert not run_stage("extract", config, "r").reused
+    assert f"{ref} is in the trash and is made anew: `eagle3 gc --restore {ref}`" in caplog.text
 
 
 def test_every_input_is_an_output_of_an_earlier_stage():
