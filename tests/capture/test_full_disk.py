@@ -11,16 +11,21 @@ from typing import Any
 import numpy as np
 import pytest
 
+from eagle3_core.artifacts import ArtifactPlan
 from eagle3_core.capture import extract
 from eagle3_core.capture.shard_queue import Staging
 from eagle3_core.contracts import ExtractResult, StepSpec
 from eagle3_core.errors import DiskFullError, StoreError
+from eagle3_core.estimate.run import check_space, estimate_run
+from eagle3_core.host.engine_info import EngineVersions
+from eagle3_core.planning import RunPlan
 from eagle3_core.step import Progress
 from eagle3_core.store import disk
-from eagle3_core.store.dataset import Sample
+from eagle3_core.store.dataset import Sample, content_hash
 from eagle3_core.store.files import TEMPORARY_PREFIX, file_problem
 from eagle3_core.store.local import LocalStore
 from eagle3_core.store.shards import ShardReader
+from eagle3_core.target.info import inspect_target
 from tests.capture.runs import capture_folder, capture_spec, make_samples
 from tests.disks import SmallDisk, small_disk
 from tests.tiny import make_tiny_target
@@ -137,6 +142,32 @@ def check_finished_shards(spec: StepSpec) -> int:
     for name in visible:
         assert len(ShardReader(folder / name)) > 0
     return len(visible)
+
+
+def test_the_plan_names_the_bytes_and_refuses(
+    tmp_path: Path, target: Path, samples: list[Sample], store: SmallDisk
+) -> None:
+    """102,400,000 bytes of states, and at most 5 % more in shards."""
+    spec = spec_of(tmp_path, target, samples, check_disk=True)
+    dataset = ArtifactPlan(kind="dataset", identity={"content": content_hash(samples)})
+    plan = RunPlan(
+        config=spec.config,
+        target_path=target,
+        target=inspect_target(target),
+        versions=EngineVersions(python="3", packages={}),
+        store=LocalStore(spec.config.store_path),
+        artifacts={"dataset": dataset, "capture": spec.outputs["capture"]},
+    )
+    estimate = estimate_run(plan, ["extract"])
+    assert estimate.state_bytes == STATES
+    (capture,) = (one for one in estimate.artifacts if one.kind == "capture")
+    assert STATES < capture.new_bytes <= 1.05 * STATES
+    said = rf"does not fit on {store.path}: it needs {estimate.file_systems[0].need_bytes:,} bytes"
+    with pytest.raises(DiskFullError, match=said) as caught:
+        check_space(estimate)
+    assert "the smallest change that makes it fit: " in str(caught.value)
+    limit = next(one for one in estimate.options if "--limit" in one.change)
+    assert 500 < int(limit.change.split("`")[1].split()[1]) < 600
 
 
 def test_a_capture_that_does_not_fit_is_refused_before_an_engine_is_loaded(
