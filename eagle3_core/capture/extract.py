@@ -31,7 +31,7 @@ from eagle3_core.contracts import ExtractResult, Rejection, StepSpec
 from eagle3_core.errors import CaptureError, DiskFullError, FolderInUseError
 from eagle3_core.step import Progress
 from eagle3_core.store.claims import Claims
-from eagle3_core.store.condemned import condemned, pardon
+from eagle3_core.store.condemned import condemned
 from eagle3_core.store.dataset import Sample, read_dataset
 from eagle3_core.store.disk import DiskGuard, guarding
 from eagle3_core.store.files import file_problem
@@ -266,7 +266,6 @@ class _Work:
             quarantined=[Rejection(key=key, reason=reason) for key, reason in quarantined.items()],
         )
         writer.complete(seconds=self._count.seconds, result=result.model_dump(mode="json"))
-        pardon(self._store, self._plan.ref)
         self._staging.remove()
         return result
 

@@ -26,7 +26,6 @@ from eagle3_core.contracts import ExtractResult, ImportResult, ImportSpec
 from eagle3_core.errors import DataError
 from eagle3_core.identity import plan_capture, plan_imported_dataset
 from eagle3_core.step import Progress
-from eagle3_core.store.condemned import pardon
 from eagle3_core.store.dataset import DATASET_FILE, Sample, content_hash, write_dataset
 from eagle3_core.store.files import atomic_file
 from eagle3_core.store.local import LocalStore
@@ -185,7 +184,6 @@ def _write_capture(
         )
         if not writer.is_complete:
             writer.complete(seconds=result.seconds, result=result.model_dump(mode="json"))
-            pardon(store, plan.ref)
     return result
 
 

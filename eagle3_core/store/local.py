@@ -25,7 +25,7 @@ from eagle3_core.artifacts import (
     provenance,
 )
 from eagle3_core.errors import StoreError
-from eagle3_core.store.condemned import condemned
+from eagle3_core.store.condemned import condemned, pardon
 from eagle3_core.store.files import (
     file_entry,
     file_problem,
@@ -231,7 +231,7 @@ class ArtifactWriter:
     ) -> None:
         self.folder = store.folder(plan.ref)
         self.ref = plan.ref
-        self._plan, self._run_id, self._lock = plan, run_id, lock
+        self._home, self._plan, self._run_id, self._lock = store, plan, run_id, lock
         self.earlier_seconds = (found.provenance.seconds or 0.0) if found else 0.0
         bad = store.problems(found) if found else {}
         self.files: dict[str, FileEntry] = {
@@ -271,6 +271,7 @@ class ArtifactWriter:
             self.files[entry.path] = entry
         self.facts |= facts
         manifest = self._write("complete", seconds)
+        pardon(self._home, self.ref)
         # Not before: as long as the manifest does not say complete, a resume needs these files.
         for path in strangers(self.folder, manifest):
             path.unlink(missing_ok=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from eagle3_core.artifacts import ArtifactPlan, FileEntry, Manifest
 from eagle3_core.errors import StoreError
-from eagle3_core.store.condemned import condemned
+from eagle3_core.store.condemned import condemned, pardon
 from eagle3_core.store.files import file_entry, file_problem
 from eagle3_core.store.lease import LEASE_NAME
 from eagle3_core.store.local import MANIFEST_NAME, ArtifactWriter, strangers
@@ -129,6 +129,7 @@ class RemoteWriter(ArtifactWriter):
         self.files = {path: self._proven[path] for path in self.files}
         manifest = self._write("complete", seconds)
         self._put(manifest)
+        pardon(self._store, self.ref)
         # Not before: as long as the manifest does not say complete, a resume needs these files.
         for path in strangers(self.folder, manifest):
             path.unlink(missing_ok=True)

@@ -109,6 +109,7 @@ def test_five_kinds_of_damage_are_listed_with_their_reasons_and_good_shards_are_
             path.write_bytes(bytes(range(100)))
             writer.record(file_entry(writer.folder, path))
         writer.complete()
+    run_stage("verify", config, "r")
     shards = sorted(capture_folder(config).glob("shard-*"))
     before = {shard: (shard.stat().st_mtime_ns, shard.read_bytes()) for shard in shards}
     damaged = dict(zip(shards[1:6], DAMAGES.values(), strict=True))

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from eagle3_core.artifacts import ArtifactPlan, Manifest
-from eagle3_core.store.condemned import condemn, condemned, pardon
+from eagle3_core.store.condemned import condemn, condemned
+from eagle3_core.store.files import file_entry
 from eagle3_core.store.local import LocalStore
 
 PLAN = ArtifactPlan(kind="capture", identity={"for": "a test"})
@@ -43,11 +44,14 @@ def test_what_was_made_anew_with_other_content_is_not_condemned(store: LocalStor
     assert condemned(store, make(store, b="better")) == {}
 
 
-def test_the_same_content_is_condemned_until_it_is_pardoned(store: LocalStore) -> None:
-    condemn(store, make(store), {"b": "a disk that lies"})
+def test_the_same_content_made_anew_is_condemned_until_the_artifact_is_complete(store: LocalStore) -> None:
     manifest = make(store)
+    condemn(store, manifest, {"b": "a disk that lies"})
+    with store.writer(PLAN) as writer:
+        (writer.folder / "b").write_text("content of b")
+        writer.record(file_entry(writer.folder, writer.folder / "b"))
     assert list(condemned(store, manifest)) == ["b"]
-    pardon(store, PLAN.ref)
+    assert make(store).content == manifest.content
     assert condemned(store, manifest) == {}
     assert store.is_intact(PLAN.ref)
 
