@@ -342,10 +342,17 @@ class ObjectStoreConfig(Section):
         default=ByteSize(64 << 20),
         ge=5 << 20,
         le=5 << 30,
-        description="Larger files are uploaded in parts of this size, each retried alone.",
+        description="Larger files are uploaded in parts of this size, each retried alone; `max_connections` "
+        "of them are in memory at once.",
     )
     max_connections: int = Field(default=8, ge=1, le=128, description="Requests to the store at once.")
-    attempts: int = Field(default=5, ge=1, le=20, description="Attempts of a request or a part.")
+    attempts: int = Field(default=6, ge=1, le=20, description="Attempts of a request or a part.")
+    outage_minutes: float = Field(
+        default=30.0,
+        ge=0,
+        description="Uploads in the background and training's reads go on trying for this long while the "
+        "store cannot be reached.",
+    )
     timeout_seconds: float = Field(
         default=60.0,
         gt=0,

@@ -12,6 +12,8 @@ from eagle3_core.errors import ObjectStoreError
 T = TypeVar("T")
 CANCEL_SECONDS = 60.0
 """An interrupted caller waits this long for the coroutine to clean up after itself."""
+WAKE_SECONDS = 0.5
+"""A signal that another thread got is noticed after so long."""
 
 
 class Call(Generic[T]):
@@ -26,7 +28,8 @@ class Call(Generic[T]):
     def result(self) -> T:
         """What the coroutine returned or raised."""
         try:
-            self._ended.wait()
+            while not self._ended.wait(WAKE_SECONDS):
+                pass
         except BaseException:
             self.cancel()
             self._ended.wait(CANCEL_SECONDS)

@@ -44,7 +44,7 @@ class Lease:
             "run": run_id or "", "token": self._token,
         }  # fmt: skip
         self._etag, self._beats = "", 0
-        self._put_at = time.monotonic()
+        self._put_at = _now()
         self._taken_by: str | None = None
         self._putting, self._ended = threading.Lock(), threading.Event()
         self._heart = threading.Thread(target=self._beat, name="lease", daemon=True)
@@ -65,7 +65,7 @@ class Lease:
         found = self._read()
         if found is None or found[0].get("token") != self._token:
             return _describe(found[0]) if found else "nobody: it was taken away at once"
-        self._etag, self._put_at = etag or found[1].etag, time.monotonic()
+        self._etag, self._put_at = etag or found[1].etag, _now()
         return None
 
     def start(self) -> None:
@@ -79,7 +79,7 @@ class Lease:
             LeaseHeldError: another host has taken it over.
             ObjectStoreError: it cannot be found out.
         """
-        if self._taken_by is None and time.monotonic() - self._put_at > self._stale / 2:
+        if self._taken_by is None and _now() - self._put_at > self._stale / 2:
             self._put_again()
         if self._taken_by is not None:
             raise LeaseHeldError(
@@ -107,14 +107,22 @@ class Lease:
 
     def _put_again(self) -> None:
         with self._putting:
-            etag = self._client.put_bytes(self._key, self._content(), replaces=self._etag)
+            # A server that ignores conditions would let us overwrite the lease of who has followed us.
+            is_late = _now() - self._put_at > self._stale / 2
+            etag = None if is_late else self._renew(self._etag)
             if etag is None:  # somebody else's, or ours whose answer was lost
                 found = self._read()
                 if found is None or found[0].get("token") != self._token:
                     self._taken_by = _describe(found[0]) if found else "it is gone"
                     return
-                etag = found[1].etag
-            self._etag, self._put_at = etag, time.monotonic()
+                etag = self._renew(found[1].etag)
+                if etag is None:
+                    self._taken_by = "it was followed this moment"
+                    return
+            self._etag, self._put_at = etag, _now()
+
+    def _renew(self, etag: str) -> str | None:
+        return self._client.put_bytes(self._key, self._content(), replaces=etag)
 
     def _content(self) -> bytes:
         self._beats += 1
@@ -183,6 +191,11 @@ def is_held_elsewhere(client: ObjectClient, folder: str, stale_seconds: float = 
         return False
     owner, facts = found
     return owner.get("process") != str(ProcessId.current()) and not lease._is_free(owner, facts)
+
+
+def _now() -> float:
+    """Seconds that also pass while this host sleeps."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def _describe(owner: dict[str, str]) -> str:

@@ -8,8 +8,11 @@ again, never the file around it.
 from __future__ import annotations
 
 import asyncio
+import copy
+import logging
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from functools import partial
@@ -20,6 +23,7 @@ from eagle3_core.config import ObjectRoot
 from eagle3_core.errors import LostObjectError, ObjectStoreError
 from eagle3_core.sections import ObjectStoreConfig
 from eagle3_core.store.calls import Call
+from eagle3_core.store.disk import make_room, patiently
 from eagle3_core.store.files import HashingWriter, atomic_file
 from eagle3_core.store.object_errors import (
     CONDITION_FAILED,
@@ -39,10 +43,30 @@ from eagle3_core.store.object_wire import (
     object_facts,
 )
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 READ_BLOCK_BYTES = 16 << 20
 """A file is fetched in ranges of this size, several at once."""
 READ_BYTES = 1 << 20
+
+
+class Patience:
+    """Pauses between the attempts at one thing, and when to give it up."""
+
+    def __init__(self, attempts: int, outage_seconds: float) -> None:
+        self._attempts, self._outage_seconds = attempts, outage_seconds
+        self._number, self._started = 0, time.monotonic()
+
+    async def wait(self, problem: Exception, error: BaseException) -> None:
+        """Pause before the next attempt, or raise `problem`, caused by `error`, where there is none."""
+        self._number += 1
+        if self._number >= self._attempts:
+            if time.monotonic() - self._started >= self._outage_seconds:
+                raise problem from error
+            if self._number == self._attempts:
+                minutes = self._outage_seconds / 60
+                logger.warning("going on for %.0f minutes although: %s", minutes, problem)
+        await asyncio.sleep(backoff_seconds(self._number))
 
 
 class ObjectClient:
@@ -50,14 +74,25 @@ class ObjectClient:
 
     Keys are paths below the prefix. All methods raise an `ObjectStoreError` in one clear line:
     `ObjectAccessError` where trying again cannot help, `LostObjectError` for an object that is not there.
+
+    Args:
+        root: bucket and prefix.
+        settings: how they are reached.
+        outage_seconds: go on trying for so long, however many attempts that takes.
     """
 
-    def __init__(self, root: ObjectRoot, settings: ObjectStoreConfig) -> None:
-        self.root, self.settings = root, settings
+    def __init__(self, root: ObjectRoot, settings: ObjectStoreConfig, outage_seconds: float = 0.0) -> None:
+        self.root, self.settings, self.outage_seconds = root, settings, outage_seconds
         self._fs: Any = None
         self._process = 0
         self._slots: asyncio.Semaphore | None = None
         self._connecting = threading.Lock()
+
+    def enduring(self, outage_seconds: float) -> ObjectClient:
+        """The same client, which goes on trying for so long."""
+        other = copy.copy(self)
+        other.outage_seconds = outage_seconds
+        return other
 
     def url(self, key: str) -> str:
         """The object's URL."""
@@ -118,7 +153,8 @@ class ObjectClient:
             operation: makes one attempt.
             expected: codes that the caller handles; such an error is raised as it came.
         """
-        for number in range(1, self.settings.attempts + 1):
+        patience = self.patience()
+        while True:
             try:
                 return await operation()
             except ObjectStoreError:
@@ -126,10 +162,14 @@ class ObjectClient:
             except Exception as error:
                 if error_code(error) in expected:
                     raise
-                if number == self.settings.attempts or not is_transient(error):
-                    raise explain(error, action, self.url(key), self.settings) from error
-            await asyncio.sleep(backoff_seconds(number))
-        raise AssertionError("unreachable")
+                problem = explain(error, action, self.url(key), self.settings)
+                if not is_transient(error):
+                    raise problem from error
+                await patience.wait(problem, error)
+
+    def patience(self) -> Patience:
+        """How often and how long one thing is tried."""
+        return Patience(self.settings.attempts, self.outage_seconds)
 
     async def request(
         self, method: str, key: str, expected: Iterable[str] = (), **arguments: Any
@@ -259,6 +299,11 @@ class ObjectClient:
                 expected=f"{size:,} bytes",
                 remedy="run the stage that makes it again: it makes what is lost",
             )
+        make_room(path.parent, size, path.name)
+        fetch = partial(self._fetch, key, path, size, xxh3_128)
+        patiently(fetch, path.parent, size, path.name)
+
+    def _fetch(self, key: str, path: Path, size: int, xxh3_128: str) -> None:
         with atomic_file(path) as handle:
             writer = HashingWriter(handle)
             self.run(self.blocks_async(key, size, writer.write))

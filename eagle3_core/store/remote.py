@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 
 SCRATCH = "scratch"
 OWNER_NAME = "owner"
+WRITE_TEST_ATTEMPTS = 3
 MANIFEST_KEY = re.compile(
     rf"^((?:{'|'.join(ARTIFACT_KINDS)})/[0-9a-f]{{{ID_LENGTH}}})/{re.escape(MANIFEST_NAME)}$"
 )
@@ -67,6 +68,7 @@ class RemoteStore(LocalStore):
         super().__init__(mirror)
         self.settings = settings
         self.client = ObjectClient(place, settings)
+        self.enduring = self.client.enduring(settings.outage_minutes * 60)
 
     @property
     def place(self) -> str:
@@ -105,7 +107,7 @@ class RemoteStore(LocalStore):
             return
         path = self._scratch() / f"{uuid.uuid4().hex}-{Path(name).name}"
         try:
-            self.client.get_file(object_key(manifest.ref, name), path, entry.bytes, entry.xxh3_128)
+            self.enduring.get_file(object_key(manifest.ref, name), path, entry.bytes, entry.xxh3_128)
             yield path
         finally:
             path.unlink(missing_ok=True)
@@ -116,7 +118,7 @@ class RemoteStore(LocalStore):
         Raises:
             StoreError: the bucket has lost the file, it is shorter, or it cannot be reached.
         """
-        return self.client.read_range(object_key(ref, path), start, length)
+        return self.enduring.read_range(object_key(ref, path), start, length)
 
     def read_into(self, ref: ArtifactRef, path: str, start: int, block: memoryview) -> None:
         """As `read_range`, into memory of the caller, which is filled."""
@@ -178,14 +180,16 @@ class RemoteStore(LocalStore):
         """
         name = f".write-test-{uuid.uuid4().hex}"
         path = self._scratch() / name
+        attempts = min(WRITE_TEST_ATTEMPTS, self.settings.attempts)
+        client = ObjectClient(self.client.root, self.settings.model_copy(update={"attempts": attempts}))
         try:
             write_atomic(path, name)
-            entry = self.client.run(upload(self.client, path, name, file_entry(path.parent, path)))
-            if problem := object_problem(self.client.url(name), entry, self.client.head(name)):
+            entry = client.run(upload(client, path, name, file_entry(path.parent, path)))
+            if problem := object_problem(client.url(name), entry, client.head(name)):
                 raise ObjectStoreError(problem, remedy="use a server that keeps what it is given")
-            self.client.get_file(name, path, entry.bytes, entry.xxh3_128)
-            self.client.run(try_parts(self.client, name))
-            self.client.delete([name])
+            client.get_file(name, path, entry.bytes, entry.xxh3_128)
+            client.run(try_parts(client, name))
+            client.delete([name])
         finally:
             path.unlink(missing_ok=True)
         server = self.settings.endpoint_url or "the endpoint of the environment"

@@ -47,7 +47,7 @@ class RemoteWriter(ArtifactWriter):
         holds: Sequence[Hold],
     ) -> None:
         self.folder, self.ref = store.folder(plan.ref), plan.ref
-        self._store, self._plan, self._run_id = store, plan, run_id
+        self._remote, self._plan, self._run_id = store, plan, run_id
         self._lock = _All(holds)  # type: ignore[assignment]
         self._putting = threading.Lock()
         mirrored = store.mirrored(plan.ref)
@@ -64,7 +64,7 @@ class RemoteWriter(ArtifactWriter):
             (self.folder / path).unlink(missing_ok=True)
         self.files: dict[str, FileEntry] = self._proven | {entry.path: entry for entry in intact}
         self._latest = latest
-        self._uploader = Uploader(store.client, int(store.settings.upload_backlog_bytes), self._take_proven)
+        self._uploader = Uploader(store.enduring, int(store.settings.upload_backlog_bytes), self._take_proven)
         self.progress = Progress(store.client, self.folder, str(self.ref))
         if not self.is_complete:
             self._begin(intact)
@@ -76,7 +76,7 @@ class RemoteWriter(ArtifactWriter):
         here: dict[str, FileEntry] = {}
         for manifest in manifests:
             wanted = [entry for entry in manifest.files if entry.path not in self._proven]
-            wrong = condemned(self._store, manifest) if wanted else {}
+            wrong = condemned(self._remote, manifest) if wanted else {}
             here |= {entry.path: entry for entry in wanted if entry.path not in wrong}
         return [entry for entry in here.values() if not file_problem(self.folder, entry)]
 
@@ -129,7 +129,7 @@ class RemoteWriter(ArtifactWriter):
         self.files = {path: self._proven[path] for path in self.files}
         manifest = self._write("complete", seconds)
         self._put(manifest)
-        pardon(self._store, self.ref)
+        pardon(self._remote, self.ref)
         # Not before: as long as the manifest does not say complete, a resume needs these files.
         for path in strangers(self.folder, manifest):
             path.unlink(missing_ok=True)
@@ -169,15 +169,15 @@ class RemoteWriter(ArtifactWriter):
         with self._putting:
             self._lock.check()
             content = manifest.model_dump_json(indent=1).encode()
-            self._store.client.put_bytes(f"{self.ref}/{MANIFEST_NAME}", content)
+            self._remote.enduring.put_bytes(f"{self.ref}/{MANIFEST_NAME}", content)
 
     def _remove_strange_objects(self, manifest: Manifest) -> None:
         """Remove what the complete manifest does not name; if that fails it is only space."""
         keep = {MANIFEST_NAME, LEASE_NAME, *(entry.path for entry in manifest.files)}
         cut = len(f"{self.ref}/")
         try:
-            keys = [key for key in self._store.client.list(f"{self.ref}/") if key[cut:] not in keep]
-            self._store.client.delete(keys)
+            keys = [key for key in self._remote.client.list(f"{self.ref}/") if key[cut:] not in keep]
+            self._remote.client.delete(keys)
         except StoreError as error:
             logger.warning("objects that %s does not name stay in the bucket: %s", self.ref, error)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from eagle3_core.artifacts import FileEntry
-from eagle3_core.store.calls import Call
+from eagle3_core.store.calls import WAKE_SECONDS, Call
 from eagle3_core.store.objects import ObjectClient
 from eagle3_core.store.uploads import upload
 
@@ -57,8 +57,7 @@ class Uploader:
             StoreError: an upload has failed.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._error is not None or self._has_room(entry))
-            self._raise()
+            self._wait(lambda: self._has_room(entry))
             call = self._client.start(upload(self._client, path, key, entry))
             waiting = self._waiting[entry.path] = _Waiting(entry, call)
         call.when_ended(lambda: self._end(waiting))
@@ -70,8 +69,7 @@ class Uploader:
             StoreError: an upload has failed.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._error is not None or not self._waiting)
-            self._raise()
+            self._wait(lambda: not self._waiting)
 
     def close(self) -> None:
         """Cancel what is on its way and wait until it has been aborted in the bucket."""
@@ -91,7 +89,10 @@ class Uploader:
         bytes_there = sum(waiting.entry.bytes for waiting in self._waiting.values())
         return not self._waiting or bytes_there + entry.bytes <= self._backlog
 
-    def _raise(self) -> None:
+    def _wait(self, is_true: Callable[[], bool]) -> None:
+        """Wait, with the condition held, until something is true or an upload has failed; raise its error."""
+        while not self._changed.wait_for(lambda: self._error is not None or is_true(), WAKE_SECONDS):
+            pass
         if self._error is not None:
             raise self._error
 

@@ -160,7 +160,7 @@ async def _put_parts(
         sent = await _all([partial(_put_part, client, path, key, upload_id, part) for part in parts])
         await _complete(client, key, upload_id, sent)
     except BaseException:
-        await asyncio.shield(_abort_or_say(client, key))
+        await asyncio.shield(_abort_or_say(client.enduring(0.0), key))
         raise
     digests = [one.digest for one in sent]
     return _expected(digests, is_whole=False, checksum=client.settings.checksum)
@@ -212,19 +212,19 @@ async def _complete(client: ObjectClient, key: str, upload_id: str, sent: Sequen
     ]
     arguments = {"UploadId": upload_id, "MultipartUpload": {"Parts": listed}}
     url = client.url(key)
-    for number in range(1, client.settings.attempts + 1):
+    patience = client.patience()
+    while True:
         try:
             await client.once("complete_multipart_upload", key, **arguments)
             return
         except Exception as error:
+            problem = explain(error, "complete_multipart_upload", url, client.settings)
             may_be_done = is_transient(error) or error_code(error) in MISSING_UPLOAD
             if not may_be_done:
-                raise explain(error, "complete_multipart_upload", url, client.settings) from error
+                raise problem from error
             if not await _is_open(client, key, upload_id):
                 return  # it was completed and only the answer was lost; the proof tells
-            if number == client.settings.attempts:
-                raise explain(error, "complete_multipart_upload", url, client.settings) from error
-        await asyncio.sleep(backoff_seconds(number))
+            await patience.wait(problem, error)
 
 
 async def _is_open(client: ObjectClient, key: str, upload_id: str) -> bool:

@@ -28,7 +28,7 @@ from eagle3_core.store import object_wire, objects, uploads
 from eagle3_core.store.condemned import condemn
 from eagle3_core.store.files import file_entry, hash_file
 from eagle3_core.store.remote import RemoteStore
-from tests.doubles.s3 import BUCKET, MIB, S3, Answer, Cut, Request, Slow
+from tests.doubles.s3 import BUCKET, MIB, S3, Answer, Cut, Request, Slow, first
 
 PLAN = ArtifactPlan(kind="capture", identity={"states": 1})
 SMALL = ArtifactPlan(kind="checkpoint", identity={"weights": 1})
@@ -47,7 +47,12 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_store(s3: S3, mirror: Path, **settings: object) -> RemoteStore:
-    document = {"endpoint_url": s3.proxy.url, "part_bytes": 5 * MIB, "attempts": 3} | settings
+    document = {
+        "endpoint_url": s3.proxy.url,
+        "part_bytes": 5 * MIB,
+        "attempts": 3,
+        "outage_minutes": 0,
+    } | settings
     return RemoteStore(ObjectRoot(BUCKET, "store"), mirror, ObjectStoreConfig.model_validate(document))
 
 
@@ -67,6 +72,10 @@ def make(store: RemoteStore, count: int = 3) -> Manifest:
 
 def is_shard(request: Request) -> bool:
     return request.method == "PUT" and "shard-" in request.target
+
+
+def is_read(request: Request) -> bool:
+    return request.method == "GET" and "shard-" in request.target
 
 
 def is_manifest(request: Request) -> bool:
@@ -140,6 +149,14 @@ def test_an_upload_that_fails_surfaces_and_the_shard_is_kept_for_the_next_run(s3
         assert list(writer.files) == ["shard-0.safetensors"]
         writer.complete()
     assert make_store(s3, tmp_path / "elsewhere").is_intact(PLAN.ref)
+
+
+def test_an_outage_is_waited_for(s3: S3, tmp_path: Path) -> None:
+    store = make_store(s3, tmp_path, outage_minutes=5)
+    s3.proxy.rules.append(first(20, Answer(503, "SlowDown"), is_shard))
+    assert make(store, 1).files
+    s3.proxy.rules.append(first(20, Cut(0, in_answer=True), is_read))
+    assert store.read_range(PLAN.ref, "shard-0.safetensors", 0, 10) == random.Random(0).randbytes(1000)[:10]
 
 
 def test_who_writes_faster_than_the_network_waits(s3: S3, tmp_path: Path) -> None:
