@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
+import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,12 +15,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from eagle3_core.capture import extract
-from eagle3_core.contracts import StepSpec
-from eagle3_core.errors import CaptureError, DiskFullError, TargetError
+from eagle3_core.capture.job import capture_layout
+from eagle3_core.config import PROJECT_ROOT
+from eagle3_core.contracts import StepOutcome, StepSpec
+from eagle3_core.errors import EXIT_USER_ERROR, CaptureError, DiskFullError, TargetError
 from eagle3_core.step import Progress
 from eagle3_core.store.local import MANIFEST_NAME, LocalStore
 from eagle3_core.store.locks import folder_lock
-from eagle3_core.store.shards import PlannedShard, ShardReader
+from eagle3_core.store.shards import PlannedShard, ShardReader, shard_file_bytes
+from eagle3_core.target.info import inspect_target
 from tests.capture.runs import capture_folder, capture_spec, make_samples
 from tests.tiny import make_tiny_target
 
@@ -109,6 +116,34 @@ def test_a_resumed_capture_makes_only_what_is_missing(
     assert (result.num_shards, result.num_samples) == (8, 8)
     assert result.num_new_shards <= 4
     assert {name: stamps(folder)[name] for name in before} == before
+
+
+def test_a_step_of_which_every_save_fails_ends_with_an_error_and_leaves_no_shard(
+    tmp_path: Path, target: Path
+) -> None:
+    """No file may grow beyond a few bytes in the step's process: each write of a shard fails."""
+    spec = capture_spec(tmp_path, target, SAMPLES, capture=ONE_SHARD_EACH)
+    (tmp_path / "spec.json").write_text(spec.model_dump_json())
+    limit = 16 << 10
+    assert all(shard_file_bytes([sample], capture_layout(spec.config, inspect_target(target))) > limit
+               for sample in SAMPLES)  # fmt: skip
+    held_open, by_us = os.pipe()  # a step whose standard input ends, ends
+    done = subprocess.run(
+        [sys.executable, "-m", "eagle3_core.step", "extract", "spec.json", "result.json"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(PROJECT_ROOT), "PYTHONDONTWRITEBYTECODE": "1"},
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+        stdin=held_open,
+        capture_output=True,
+        text=True,
+    )
+    os.close(held_open)
+    os.close(by_us)
+    assert done.returncode == EXIT_USER_ERROR
+    outcome = StepOutcome.model_validate_json((tmp_path / "result.json").read_text())
+    assert outcome.failure is not None
+    assert "File too large" in outcome.failure.message
+    assert not list(capture_folder(spec).glob("*"))
 
 
 def test_a_finished_capture_is_left_as_it_is_and_no_engine_is_started(

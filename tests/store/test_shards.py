@@ -37,6 +37,7 @@ from eagle3_core.store.shards import (
     write_packed_shard,
     write_shard,
 )
+from tests.kills import num_kills
 
 pytestmark = pytest.mark.engine
 
@@ -180,16 +181,19 @@ def write_missing(store: LocalStore) -> dict[str, str]:
 def test_kill_9_at_any_moment_leaves_no_half_file_and_a_rerun_ends_with_the_same_hashes(
     tmp_path: Path,
 ) -> None:
+    write_missing(LocalStore(tmp_path / "first"))
+    started = time.monotonic()
     wanted = write_missing(LocalStore(tmp_path / "straight"))
+    duration = time.monotonic() - started
     assert len(wanted) == NUM_SHARDS
-    moments, killed = random.Random(0), 0
-    for round_number in range(20):
+    moments, killed = random.Random(), 0
+    for round_number in range(num_kills()):
         store = LocalStore(tmp_path / str(round_number))
         child = os.fork()
         if child == 0:
             write_missing(store)
             os._exit(0)
-        time.sleep(moments.uniform(0.0, 0.08))
+        time.sleep(moments.uniform(0.0, duration))
         os.kill(child, signal.SIGKILL)
         killed += os.WIFSIGNALED(os.waitpid(child, 0)[1])
         check_after_kill(store)

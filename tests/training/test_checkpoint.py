@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from eagle3_core.artifacts import ArtifactPlan
 from eagle3_core.config import PROJECT_ROOT
 from eagle3_core.errors import StoreError, TrainingError
 from eagle3_core.training.checkpoint import MetricsLog, ResumeFolder
+from tests.kills import num_kills
 
 pytestmark = pytest.mark.engine
 PLAN = ArtifactPlan(kind="checkpoint", identity={"draft": {"vocab_size": 64}, "train": {"seed": 0}})
@@ -107,7 +109,7 @@ for step in itertools.count(1 + (state["step"] if state else 0)):
 
 def test_a_writer_killed_at_any_moment_leaves_a_loadable_newest_state(tmp_path: Path) -> None:
     reached = 0
-    for attempt in range(4):
+    for _ in range(num_kills(4)):
         process = subprocess.Popen(
             [sys.executable, "-c", WRITER, str(tmp_path)],
             stdout=subprocess.PIPE,
@@ -117,7 +119,7 @@ def test_a_writer_killed_at_any_moment_leaves_a_loadable_newest_state(tmp_path: 
         )
         assert process.stdout is not None
         last = int(process.stdout.readline())
-        time.sleep(0.013 * attempt)
+        time.sleep(random.uniform(0.0, 0.06))
         process.send_signal(signal.SIGKILL)
         rest = [int(line) for line in process.stdout.read().split()]
         process.wait()
