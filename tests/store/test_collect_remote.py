@@ -29,7 +29,7 @@ pytestmark = pytest.mark.orchestrator
 OLD = RetentionConfig(older_than_days=14)
 NOTHING = RetentionConfig()
 LATER = NOW + timedelta(days=3650)
-KILLS = int(os.environ.get("EAGLE3_KILLS", "8")) // 4
+KILLS = int(os.environ.get("EAGLE3_KILLS", "8")) // 8
 CHILD = """
 import sys
 from pathlib import Path
