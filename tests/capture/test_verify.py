@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,8 +18,11 @@ from eagle3_core.capture import extract, verify
 from eagle3_core.capture.checks import spread
 from eagle3_core.capture.job import capture_layout
 from eagle3_core.capture.reference import ReferenceModel
+from eagle3_core.config import RunConfig
 from eagle3_core.contracts import ExtractResult, StepSpec
+from eagle3_core.data.vocabulary import save_vocabulary
 from eagle3_core.errors import StoreError, VerificationError
+from eagle3_core.identity import plan_checkpoint, plan_vocabulary
 from eagle3_core.step import Progress
 from eagle3_core.store.dataset import Sample
 from eagle3_core.store.files import file_entry
@@ -26,8 +30,10 @@ from eagle3_core.store.layout import ShardIndex
 from eagle3_core.store.local import LocalStore
 from eagle3_core.store.shards import CapturedSample, ShardReader, write_shard
 from eagle3_core.target.info import inspect_target
+from eagle3_core.training import train
 from tests.capture.runs import capture_folder, capture_spec, make_samples, verify_spec
 from tests.tiny import make_tiny_target
+from tests.training.examples import make_vocabulary
 
 pytestmark = pytest.mark.engine
 
@@ -359,3 +365,49 @@ def test_shards_that_are_all_wrong_in_the_same_way_are_not_made_again(spec: Step
         verify.run(verify_spec(spec), PROGRESS)
     assert error.value.details["condemned"] == []
     assert LocalStore(spec.config.store_path).is_intact(spec.outputs["capture"].ref)
+
+
+def train_spec(verified: StepSpec) -> StepSpec:
+    """A spec of the step `train` on a capture that `verify` has looked at."""
+    config = RunConfig.model_validate(
+        verified.config.model_dump()
+        | {
+            "draft": {"vocab_size": 64},
+            "train": {"compute_dtype": "float32", "pack_tokens": 64, "num_epochs": 1},
+            "benchmark": {"num_prompts": 2, "max_tokens": 8},
+        }
+    )
+    info, store = inspect_target(Path(verified.target_path)), LocalStore(config.store_path)
+    vocabulary = plan_vocabulary(config, info, verified.inputs["dataset"])
+    with store.writer(vocabulary) as writer:
+        writer.complete([save_vocabulary(make_vocabulary(64, info.vocab_size), writer.folder)])
+    checkpoint = plan_checkpoint(config, info, verified.inputs["capture"], vocabulary.ref)
+    inputs = verified.inputs | {
+        "vocabulary": vocabulary.ref,
+        "verification": verified.outputs["verification"].ref,
+    }
+    return verified.model_copy(
+        update={"config": config, "outputs": {"checkpoint": checkpoint}, "inputs": inputs}
+    )
+
+
+def test_two_samples_that_are_not_finite_are_quarantined_and_training_runs_on_the_other_eight(
+    made: StepSpec, tmp_path: Path
+) -> None:
+    spec = in_copied_store(made, tmp_path, max_bad_samples=2)
+    change_shard(spec, 3, put("aux_states", 7, float("nan")))
+    change_shard(spec, 6, put("final_states", 2, float("inf")))
+    verified = verify_spec(spec)
+    found = verify.run(verified, PROGRESS)
+    assert [bad.nonfinite[0].capture_id for bad in found.bad_samples] == [2, 8]
+    trained = train.run(train_spec(verified), Progress("train"))
+    assert trained.num_skipped_samples == 2
+    losses = [loss for epoch in trained.epochs for loss in (epoch.train_loss, epoch.heldout_loss)]
+    assert np.isfinite(losses).all()
+    folder = LocalStore(spec.config.store_path).root / "checkpoint"
+    (metrics,) = folder.glob("*/metrics.jsonl")
+    steps = [json.loads(line) for line in metrics.read_text().splitlines()]
+    used = {key for step in steps for key in step.get("samples", ())}
+    assert used == {f"sample-{number:03d}" for number in range(10) if number % 5 != 4} - {
+        "sample-003", "sample-006"
+    }  # fmt: skip
