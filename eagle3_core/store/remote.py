@@ -169,7 +169,7 @@ class RemoteStore(LocalStore):
         return tuple(ArtifactRef.parse(match[1]) for match in matches if match)
 
     def without_manifest(self) -> dict[ArtifactRef, tuple[int, datetime]]:
-        """Nothing: in a bucket a manifest follows each proven upload."""
+        """Nothing: in a bucket a writer puts a manifest before anything else."""
         return {}
 
     def check_writable(self) -> str:

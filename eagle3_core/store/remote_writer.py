@@ -67,7 +67,7 @@ class RemoteWriter(ArtifactWriter):
         self._uploader = Uploader(store.enduring, int(store.settings.upload_backlog_bytes), self._take_proven)
         self.progress = Progress(store.client, self.folder, str(self.ref))
         if not self.is_complete:
-            self._begin(intact)
+            self._begin(intact, is_new=found is None)
 
     def _intact_here(self, manifests: Sequence[Manifest]) -> list[FileEntry]:
         """Files that the bucket lacks and the mirror has, whole and not condemned; the last manifest wins."""
@@ -80,11 +80,13 @@ class RemoteWriter(ArtifactWriter):
             here |= {entry.path: entry for entry in wanted if entry.path not in wrong}
         return [entry for entry in here.values() if not file_problem(self.folder, entry)]
 
-    def _begin(self, intact: Sequence[FileEntry]) -> None:
+    def _begin(self, intact: Sequence[FileEntry], is_new: bool) -> None:
         try:
             self.progress.fetch()
-            if intact:
+            if intact or is_new:
                 self._latest = self._write("partial", None)
+            if is_new:  # nothing lies in a bucket without a manifest by which it is found and collected
+                self._put_proven()
             for entry in intact:
                 self._upload(entry)
         except BaseException:
@@ -158,12 +160,16 @@ class RemoteWriter(ArtifactWriter):
             self._proven[entry.path] = entry
             if entry.path in self.files:
                 self.files[entry.path] = entry
-        assert self._latest is not None
-        proven = tuple(self._proven[path] for path in sorted(self._proven) if path in self.files)
-        self._put(self._latest.model_copy(update={"state": "partial", "files": proven}))
+        self._put_proven()
         if self.ref.kind == "capture":
             for entry in entries:
                 (self.folder / entry.path).unlink(missing_ok=True)
+
+    def _put_proven(self) -> None:
+        """Put the manifest of what the bucket holds so far."""
+        assert self._latest is not None
+        proven = tuple(self._proven[path] for path in sorted(self._proven) if path in self.files)
+        self._put(self._latest.model_copy(update={"state": "partial", "files": proven}))
 
     def _put(self, manifest: Manifest) -> None:
         with self._putting:

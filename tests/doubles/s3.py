@@ -91,7 +91,14 @@ class Swallow:
     """Let the server do it, and lose the answer."""
 
 
-Fault = Cut | Answer | Slow | Swallow
+@dataclass(frozen=True)
+class Without:
+    """Pass a request on without these headers, as for a server that does not know them."""
+
+    names: tuple[str, ...]
+
+
+Fault = Cut | Answer | Slow | Swallow | Without
 Rule = Callable[[Request], Fault | None]
 
 
@@ -163,7 +170,7 @@ class Proxy:
             _answer(client, fault, request.method)
             return
         with socket.create_connection(self.upstream) as server:
-            server.sendall(_one_request(head))
+            server.sendall(_one_request(head, fault.names if isinstance(fault, Without) else ()))
             for sent, block in _body(client, length):
                 if isinstance(fault, Cut) and not fault.in_answer and sent >= fault.after:
                     return
@@ -198,9 +205,10 @@ def _parse(head: bytes) -> Request:
     return Request(method, target, {name.strip().lower(): value.strip() for name, value in pairs})
 
 
-def _one_request(head: bytes) -> bytes:
+def _one_request(head: bytes, left_out: tuple[str, ...]) -> bytes:
     """The head with a request to close the connection after it, and without the wish to be asked on."""
-    text = re.sub(rb"(?im)^(connection|expect):.*\r\n", b"", head)
+    names = "|".join(map(re.escape, ("connection", "expect", *left_out)))
+    text = re.sub(rf"(?im)^({names}):.*\r\n".encode(), b"", head)
     return text[:-2] + b"Connection: close\r\n\r\n"
 
 

@@ -16,7 +16,7 @@ from eagle3_core.sections import ObjectStoreConfig
 from eagle3_core.store import lease as leases
 from eagle3_core.store.lease import hold_lease, is_held_elsewhere
 from eagle3_core.store.objects import ObjectClient
-from tests.doubles.s3 import BUCKET, S3
+from tests.doubles.s3 import BUCKET, S3, Without
 
 FOLDER = "capture/0123456789abcdef"
 KEY = f"{FOLDER}/.lease"
@@ -95,6 +95,20 @@ def test_who_was_cut_off_and_followed_notices_before_it_writes(
         with pytest.raises(
             FolderInUseError, match=r"was taken over by another process \(process 12 on gpu-7"
         ):
+            lease.check()
+    assert json.loads(client.get_bytes(KEY)[0]) == OTHER_HOST  # type: ignore[index]
+
+
+def test_without_conditions_who_stood_still_does_not_take_the_lease_back(
+    s3: S3, client: ObjectClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leases, "HEARTBEAT_SECONDS", 60.0)
+    s3.proxy.rules.append(lambda request: Without(("if-match", "if-none-match")))
+    plain = ObjectClient(client.root, ObjectStoreConfig(endpoint_url=s3.proxy.url))
+    with hold_lease(plain, FOLDER, 0.0, stale_seconds=300.0) as lease:
+        plain.put_bytes(KEY, json.dumps(OTHER_HOST).encode())
+        monkeypatch.setattr(leases, "_now", lambda: time.clock_gettime(time.CLOCK_BOOTTIME) + 200.0)
+        with pytest.raises(FolderInUseError, match="was taken over by another process"):
             lease.check()
     assert json.loads(client.get_bytes(KEY)[0]) == OTHER_HOST  # type: ignore[index]
 
