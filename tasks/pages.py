@@ -85,7 +85,9 @@ def lineage_line(lineage: Lineage) -> str:
 
 def stage_tables(outcome: StageOutcome) -> list[TablePage]:
     """The tables that a stage's outcome fills; a stage without rows has none."""
-    makers = {"verify": _verify_rows, "extract": _extract_rows, "cleanup": _cleanup_rows}
+    makers = {
+        "plan": _plan_rows, "verify": _verify_rows, "extract": _extract_rows, "cleanup": _cleanup_rows
+    }  # fmt: skip
     maker = makers.get(outcome.stage)
     rows = maker(outcome) if maker else []
     if not rows:
@@ -96,6 +98,29 @@ def stage_tables(outcome: StageOutcome) -> list[TablePage]:
         shown.append(columns | {next(iter(columns)): f"and {len(rows) - MAX_ROWS:,} more"})
     key = f"eagle3-{outcome.stage}-table"
     return [TablePage(key, shown, f"{outcome.stage}: {outcome.message}"[:500])]
+
+
+def _plan_rows(outcome: StageOutcome) -> list[Row]:
+    """Each file system, then what takes its space and what other runs have reserved there."""
+    rows = []
+    for system in outcome.details.get("file_systems", ()):
+        name = system["mount"]
+        rows.append(_space_row(name, "all of it", "", system["new_bytes"], system["need_bytes"]))
+        rows[-1]["free bytes"] = f"{system['free_bytes']:,}"
+        rows += [
+            _space_row(name, item["what"], item["stage"], item["bytes"], item["peak_bytes"])
+            for item in system["items"]
+        ]
+        rows += [
+            _space_row(name, f"reserved by the run {run}", "", size, size)
+            for run, size in system["reserved"].items()
+        ]
+    return rows
+
+
+def _space_row(mount: str, what: str, stage: str, stays: int, most: int) -> Row:
+    sizes = {"stays": f"{stays:,}", "at most": f"{most:,}", "free bytes": ""}
+    return {"file system": mount, "what": what, "stage": stage, **sizes}
 
 
 def _verify_rows(outcome: StageOutcome) -> list[Row]:

@@ -123,3 +123,20 @@ def test_a_run_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None
     (folder.path / "report.html").mkdir()
     with pytest.raises(HostError, match="cannot write the report into"):
         write_report(folder.path, store)
+
+
+def test_what_was_planned_is_shown_by_file_system(tmp_path: Path) -> None:
+    folder, store = example.make_run(tmp_path)
+    system = {
+        "key": "1", "mount": "/data", "new_bytes": 1 << 20, "need_bytes": 3 << 20, "free_bytes": 5 << 30,
+        "reserve_bytes": 2 << 30, "reserved": {"another-run": 1 << 30},
+        "items": [
+            {"what": "capture/x", "stage": "extract", "path": "/data", "bytes": 1 << 20,
+             "peak_bytes": 1 << 20}
+        ],
+    }  # fmt: skip
+    folder.update_stage("plan", details={"file_systems": [system]})
+    write_report(folder.path, store)
+    text = read_page(folder.path / "report.html").text
+    assert "/data: at most 3.0 MiB at once, of 5.0 GiB that were free; 2.0 GiB had to stay free" in text
+    assert "1.0 GiB reserved by another-run" in text

@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from eagle3_core.estimate.run import estimate_run
 from eagle3_core.lineage import trace
 from eagle3_core.pipeline import StageOutcome
+from eagle3_core.planning import plan_run
 from eagle3_core.store.local import LocalStore
+from tests.doubles.profile import stand_in_config
 from tests.store.artifacts import add_run
 
 pytestmark = pytest.mark.orchestrator
@@ -76,3 +79,15 @@ def test_a_long_table_is_cut_and_says_so() -> None:
     (page,) = stage_tables(StageOutcome(stage="extract", result={"quarantined": many}))
     assert len(page.rows) == MAX_ROWS + 1
     assert page.rows[-1] == {"what": "and 7 more", "key": "", "reason": ""}
+
+
+def test_a_plan_is_a_table_of_what_takes_space_on_which_disk(tmp_path: Path) -> None:
+    from tasks.pages import stage_tables
+
+    estimate = estimate_run(plan_run(stand_in_config(tmp_path)))
+    (table,) = stage_tables(StageOutcome(stage="plan", details=estimate.model_dump(mode="json")))
+    assert table.key == "eagle3-plan-table"
+    first, *others = table.rows
+    assert first["at most"] == f"{estimate.file_systems[0].need_bytes:,}"
+    assert first["free bytes"] == f"{estimate.file_systems[0].free_bytes:,}"
+    assert {"capture", "checkpoint", "logs and report"} <= {row["what"] for row in others}
