@@ -18,8 +18,12 @@ from eagle3_core.contracts import (
     AcceptanceFigures,
     BenchmarkResult,
     EpochMetrics,
+    ExportCaptureResult,
+    ExportCaptureSpec,
     ExportResult,
     ExtractResult,
+    ImportResult,
+    ImportSpec,
     LayerCheck,
     PrepareResult,
     ProbeOutcome,
@@ -49,10 +53,14 @@ FIGURES = AcceptanceFigures(
 )
 
 
-def run(spec: StepSpec | ProbeSpec, progress: Progress) -> Any:
-    """Do what the spec's outputs ask for; the probe's has none."""
+def run(spec: StepSpec | ProbeSpec | ImportSpec | ExportCaptureSpec, progress: Progress) -> Any:
+    """Do what the spec's outputs ask for; those of the probe, of imports and of exports have none."""
     if isinstance(spec, ProbeSpec):
         return _probe(spec)
+    if isinstance(spec, ImportSpec):
+        return _import_capture(spec)
+    if isinstance(spec, ExportCaptureSpec):
+        return ExportCaptureResult(folder=spec.folder, num_samples=8, bytes=1234)
     name = list(spec.outputs)[-1]
     step = {"vocabulary": "prepare", "capture": "extract", "verification": "verify", "checkpoint": "train"}
     step_name = step.get(name, name)
@@ -239,6 +247,19 @@ def _benchmark(spec: StepSpec, progress: Progress) -> BenchmarkResult:
         speed_ratio=0.8,
     )
     return _complete(spec, "benchmark", result)
+
+
+def _import_capture(spec: ImportSpec) -> ImportResult:
+    """A dataset and a capture of one file each."""
+    refs = {}
+    store = LocalStore(spec.config.store_path)
+    for kind in ("dataset", "capture"):
+        plan = ArtifactPlan(kind=kind, identity={"engine": f"imported {spec.format}", "from": spec.folder})
+        with store.writer(plan) as writer:
+            write_atomic(writer.folder / "file", kind)
+            writer.complete([writer.folder / "file"])
+        refs[kind] = plan.ref
+    return ImportResult(num_samples=8, num_tokens=64, num_shards=1, num_new_shards=1, bytes=4, **refs)
 
 
 def _probe(spec: ProbeSpec) -> ProbeResult:
