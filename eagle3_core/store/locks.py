@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from eagle3_core.errors import FolderInUseError
 from eagle3_core.store.claims import STALE_SECONDS, Claims
+from eagle3_core.store.disk import patiently
 from eagle3_core.store.files import LOCK_NAME
 
 POLL_SECONDS = 0.2
+LOCK_BYTES = 4096
 OLD_SECONDS = 3600.0
 """A file beside a lock that is older belongs to nobody."""
 
@@ -53,10 +56,12 @@ def folder_lock(
         FolderInUseError: somebody else still holds it after `wait_seconds`; names the holder.
         StoreError: the folder cannot be written.
     """
-    claims = Claims(folder, stale_seconds, run_id, suffix="", hidden=f"{LOCK_NAME}-")
+    make = functools.partial(Claims, folder, stale_seconds, run_id, suffix="", hidden=f"{LOCK_NAME}-")
+    claims = patiently(make, folder, LOCK_BYTES, "a lock")
+    take = functools.partial(claims.take, LOCK_NAME)
     try:
         deadline = time.monotonic() + wait_seconds
-        while not claims.take(LOCK_NAME):
+        while not patiently(take, folder, LOCK_BYTES, "a lock"):
             if time.monotonic() >= deadline:
                 raise FolderInUseError(
                     f"{folder} is in use by another process ({claims.owner(LOCK_NAME)})",

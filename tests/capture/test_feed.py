@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
 from eagle3_core.artifacts import FileEntry
 from eagle3_core.capture.feed import PENDING_BATCHES, SampleFeed
-from eagle3_core.capture.job import CaptureJob
+from eagle3_core.capture.job import LATER, CaptureJob, Later
 from eagle3_core.store.files import write_atomic
 from eagle3_core.store.shards import PlannedShard, ShardLayout
 from tests.capture.runs import make_samples
@@ -105,3 +108,33 @@ def test_quarantined_samples_are_not_sent_and_the_end_is_known(tmp_path: Path) -
             write(job, shard.index)
         feed.finished()
     assert sent == list(range(1, 9))
+
+
+def test_while_no_shard_may_be_begun_what_is_in_flight_is_finished_and_it_asks_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("eagle3_core.capture.feed.ASK_AGAIN_SECONDS", 0.05)
+    answers = [SHARDS[0], LATER, LATER, SHARDS[1], None]
+    asked = []
+
+    def take() -> PlannedShard | Later | None:
+        asked.append(time.monotonic())
+        return answers.pop(0)
+
+    _, job = make_feed(tmp_path)
+    feed: SampleFeed[str] = SampleFeed(job, SAMPLES, take, 1000)
+    feed.refill()
+    assert send(feed) == [0, 1]
+    for _ in range(3):  # it goes on with what it has, and does not ask at every step
+        feed.refill()
+    assert len(asked) == 2
+    for ticket in list(feed.in_flight):
+        feed.answered(ticket)
+    write(job, 0)
+    feed.finished()
+    assert not feed.is_done
+    while not feed.unfinished:  # nothing to do: it sleeps until it may ask again
+        feed.refill()
+    assert send(feed) == [2, 3]
+    assert len(asked) == 5
+    assert asked[2] - asked[1] >= 0.05
