@@ -146,18 +146,21 @@ class DiskGuard:
         Raises:
             DiskFullError: as `has_room`.
         """
+        has_waited = False
         while True:
             try:
                 done = write()
             except OSError as error:
                 if not is_no_space(error):
                     raise
+                has_waited = True
                 self.found_full(path, num_bytes, what)
                 self._poll()
                 if self.shortage(path, num_bytes):
                     self.make_room(path, num_bytes, what)
                 continue
-            self._resume()
+            if has_waited:  # a small file that fits says nothing of what waits elsewhere
+                self._resume()
             return done
 
     def found_full(self, path: Path, num_bytes: int, what: str) -> None:

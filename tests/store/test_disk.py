@@ -127,6 +127,18 @@ def test_a_full_quota_is_waited_for_although_the_disk_has_space(
     assert told[-1] is None
 
 
+def test_a_small_file_that_fits_does_not_end_the_wait_of_a_large_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    use(monkeypatch, 500)
+    told: list[str | None] = []
+    guard = DiskGuard(limits(), None, told.append)
+    assert not guard.has_room(tmp_path, 1000, "a shard")
+    guard.patiently(lambda: None, tmp_path, 1, "manifest.json")
+    assert guard.is_paused
+    assert told[-1] is not None
+
+
 def test_other_errors_pass(tmp_path: Path) -> None:
     def broken() -> None:
         raise OSError(errno.EIO, "broken")
