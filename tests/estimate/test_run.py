@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from eagle3_core.artifacts import ArtifactPlan
 from eagle3_core.config import RunConfig
 from eagle3_core.errors import DiskFullError
 from eagle3_core.estimate import space
@@ -17,6 +18,8 @@ from eagle3_core.host.run_folder import create_run_folder
 from eagle3_core.pipeline import run_stage
 from eagle3_core.planning import plan_run
 from eagle3_core.store.disk import folder_bytes
+from eagle3_core.store.files import write_atomic
+from eagle3_core.store.local import LocalStore
 from eagle3_core.store.reserve import Reservations
 from tests.disks import small_disk
 from tests.doubles.profile import stand_in_config
@@ -105,6 +108,23 @@ def test_every_change_that_is_offered_was_tried(tmp_path: Path, monkeypatch: pyt
     assert estimate_run(plan_run(loss_rows)).file_systems[0].need_bytes == (
         changes["capture.final_state=loss_rows"].need_bytes
     )
+
+
+def test_what_garbage_collection_would_free_is_the_smallest_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = stand_in_config(tmp_path)
+    store = LocalStore(config.store_path)
+    old = ArtifactPlan(kind="capture", identity={"old": 1})
+    with store.writer(old) as writer:
+        write_atomic(writer.folder / "shard", "x" * 5000)
+        writer.complete([writer.folder / "shard"])
+    store.trash().put(old.ref, 5000)
+    need = estimate_run(plan_run(config)).file_systems[0].need_bytes
+    first = with_free(monkeypatch, need - 4000, config).options[0]
+    assert first.change.startswith("`eagle3 gc --unreferenced` and `eagle3 gc --purge` free 5,")
+    assert first.lacking_bytes == 0
+    assert store.trash().entries()
 
 
 def test_a_cache_of_samples_that_is_too_large_is_made_smaller(
