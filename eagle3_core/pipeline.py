@@ -359,19 +359,27 @@ def _cleanup(run: _Run) -> StageOutcome:
     if busy:
         message += f"; {len(busy)} folders are in use by another run"
     details: dict[str, Any] = {"removed": removed, "bytes": size, "busy": busy}
-    policy = run.config.retention
-    if policy.names_something:
+    if run.config.retention.names_something:
+        told, collected = _retain(run.config, plan)
+        message, details = f"{message}; {told}", details | collected
+    return StageOutcome(stage="cleanup", message=message, details=details)
+
+
+def _retain(config: RunConfig, plan: RunPlan) -> tuple[str, dict[str, Any]]:
+    """Apply the retention policies; where that cannot be done the run is as good as without."""
+    policy = config.retention
+    try:
         collected = collect_garbage(
             plan.store,
             policy,
             purge_after_days=policy.purge_after_days,
-            also_in_use=used_by_runs(run.config.workspace_path),
+            also_in_use=used_by_runs(config.workspace_path),
         )
-        message += (
-            f"; moved {collected.trashed_bytes:,} bytes to the trash, purged {collected.purged_bytes:,}"
-        )
-        details["retention"] = collected.model_dump(mode="json")
-    return StageOutcome(stage="cleanup", message=message, details=details)
+    except StoreError as error:
+        logger.warning("the retention policies were not applied: %s", error)
+        return "the retention policies were not applied", {"retention_problem": str(error)}
+    told = f"moved {collected.trashed_bytes:,} bytes to the trash, purged {collected.purged_bytes:,}"
+    return told, {"retention": collected.model_dump(mode="json")}
 
 
 def _report(run: _Run) -> StageOutcome:

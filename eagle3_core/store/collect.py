@@ -10,13 +10,14 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from eagle3_core.artifacts import ArtifactRef, Manifest
-from eagle3_core.errors import FolderInUseError, StoreError
+from eagle3_core.errors import StoreError
 from eagle3_core.sections import RetentionConfig
 from eagle3_core.store.local import LocalStore
-from eagle3_core.store.retention import Verdict, decide, decide_abandoned
+from eagle3_core.store.retention import Verdict, ancestors, decide, decide_abandoned
 from eagle3_core.store.trash import Trash, TrashEntry, expired
 from eagle3_core.store.uses import current_uses, used_artifacts
 
+ELSEWHERE = ("another process has moved it",)
 Action = Literal["to trash", "kept", "purged", "in trash", "restored"]
 
 
@@ -93,8 +94,31 @@ def collect_garbage(
     for entry in present:  # before anything is moved: on a full disk even that may need a little space
         is_due = entry in old and entry.ref not in in_use
         lines.append(_purge(trash, entry, dry_run) if is_due else _trash_line(entry, "in trash"))
-    lines += [_line(store, trash, verdict, forced, dry_run) for verdict in verdicts]
+    lines += _carry_out(store, manifests, verdicts, forced, dry_run)
     return _report(store, lines, dry_run, policy, [why for _, why in unreadable])
+
+
+def _carry_out(
+    store: LocalStore,
+    manifests: Sequence[Manifest],
+    verdicts: Sequence[Verdict],
+    forced: Collection[ArtifactRef],
+    dry_run: bool,
+) -> list[GcLine]:
+    """Move what is to go; where something cannot be moved, what it was made from stays with it."""
+    lines: list[GcLine] = []
+    stuck: dict[ArtifactRef, str] = {}
+    verified = {one.ref: one.parents.get("capture") for one in manifests if one.ref.kind == "verification"}
+    for verdict in verdicts:
+        why = stuck.get(verdict.ref)
+        if verified.get(verdict.ref) in stuck:
+            why = "the capture that it verifies stays"
+        lines.append(_line(store, store.trash(), verdict, forced, dry_run, why))
+        if verdict.goes and lines[-1].action == "kept" and verdict.ref not in verified:
+            stuck.setdefault(verdict.ref, "it could not be moved")
+            for ref in ancestors(manifests, [verdict.ref]):
+                stuck.setdefault(ref, f"{verdict.ref} was made from it and stays")
+    return lines
 
 
 def restore(store: LocalStore, entry: TrashEntry) -> GcReport:
@@ -127,17 +151,24 @@ def _unreadable_verdict(ref: ArtifactRef, why: str, forced: Collection[ArtifactR
 
 
 def _line(
-    store: LocalStore, trash: Trash, verdict: Verdict, forced: Collection[ArtifactRef], dry_run: bool
+    store: LocalStore,
+    trash: Trash,
+    verdict: Verdict,
+    forced: Collection[ArtifactRef],
+    dry_run: bool,
+    why_stuck: str | None,
 ) -> GcLine:
-    """Carry out one verdict."""
+    """Carry out one verdict, unless something that was to go could not and was made from it."""
     kept = verdict.kept_because or (() if verdict.goes else ("no policy names it",))
-    if verdict.goes and not dry_run:
+    if verdict.goes and why_stuck is not None and verdict.ref not in forced:
+        kept = (why_stuck,)
+    elif verdict.goes and not dry_run:
         kept = _move(store, trash, verdict, forced)
     return GcLine(
         artifact=str(verdict.ref),
         bytes=verdict.bytes,
         created_at=verdict.created_at,
-        action="to trash" if verdict.goes and not kept else "kept",
+        action="in trash" if kept == ELSEWHERE else "to trash" if verdict.goes and not kept else "kept",
         reasons=kept or verdict.named_by,
         named=bool(verdict.named_by),
     )
@@ -150,12 +181,12 @@ def _move(
     is_forced = verdict.ref in forced
     try:
         entry = trash.put(verdict.ref, verdict.bytes)
-    except FolderInUseError as error:
+    except StoreError as error:  # held by somebody, or not movable: the others may go all the same
         if is_forced:
             raise
         return (str(error),)
     if entry is None:
-        return ("another process has moved it",)
+        return ELSEWHERE
     user = None if is_forced else used_artifacts(current_uses(store)).get(verdict.ref)
     if user is None:
         return ()
@@ -166,12 +197,13 @@ def _move(
 
 
 def _purge(trash: Trash, entry: TrashEntry, dry_run: bool) -> GcLine:
-    """Remove one artifact for good; one that somebody makes again at this moment waits."""
+    """Remove one artifact for good; one that cannot go now, as when somebody makes it again, waits."""
     try:
         if not dry_run:
             trash.purge(entry)
-    except FolderInUseError:
-        return _trash_line(entry, "in trash")
+    except StoreError as error:
+        line = _trash_line(entry, "in trash")
+        return line.model_copy(update={"reasons": (*line.reasons, str(error))})
     return _trash_line(entry, "purged")
 
 

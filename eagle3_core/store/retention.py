@@ -24,13 +24,18 @@ from datetime import UTC, datetime, timedelta
 from functools import cached_property
 from typing import Any
 
-from eagle3_core.artifacts import ARTIFACT_KINDS, ArtifactKind, ArtifactRef, Manifest
+from eagle3_core.artifacts import ArtifactKind, ArtifactRef, Manifest
 from eagle3_core.sections import RetentionConfig
 
 RUN_ID = re.compile(r"^\d{8}-\d{6}-(?P<profile>.+)-[0-9a-f]{4}$")
 DATA_KINDS: tuple[ArtifactKind, ...] = ("conversations", "dataset", "vocabulary", "capture")
 """What checkpoints are made from."""
 PRODUCTS: tuple[ArtifactKind, ...] = ("checkpoint", "export", "benchmark")
+GOING_ORDER: tuple[ArtifactKind, ...] = (
+    "benchmark", "export", "checkpoint", "capture", "verification", "vocabulary", "dataset", "conversations",
+    "target",
+)  # fmt: skip
+"""What was made from others goes before these, and a verification only after its capture."""
 ABANDONED_DAYS = 1.0
 UNKNOWN = object()
 
@@ -118,6 +123,21 @@ def decide_abandoned(
     return Verdict(ref, size, changed_at.isoformat(timespec="seconds"), goes, tuple(named), kept)
 
 
+def ancestors(manifests: Iterable[Manifest], refs: Iterable[ArtifactRef]) -> dict[ArtifactRef, ArtifactRef]:
+    """What `refs` were made from, down to the roots, each with one of `refs` that needs it."""
+    by_ref = {manifest.ref: manifest for manifest in manifests}
+    found: dict[ArtifactRef, ArtifactRef] = {}
+    for source in refs:
+        todo = [source]
+        while todo:
+            manifest = by_ref.get(todo.pop())
+            for parent in manifest.parents.values() if manifest else ():
+                if parent not in found:
+                    found[parent] = source
+                    todo.append(parent)
+    return found
+
+
 def profile_of(manifest: Manifest) -> str | None:
     """Name of the profile whose run made an artifact, or None."""
     match = RUN_ID.match(manifest.provenance.run_id or "")
@@ -135,7 +155,7 @@ class _Shelf:
 
     def __init__(self, manifests: list[Manifest]) -> None:
         self.manifests = sorted(
-            manifests, key=lambda one: (-ARTIFACT_KINDS.index(one.ref.kind), created(one), one.ref.id)
+            manifests, key=lambda one: (GOING_ORDER.index(one.ref.kind), created(one), one.ref.id)
         )
         self.by_ref = {manifest.ref: manifest for manifest in manifests}
 
@@ -144,17 +164,8 @@ class _Shelf:
         return [manifest for manifest in self.manifests if manifest.ref.kind == kind]
 
     def ancestors(self, refs: Iterable[ArtifactRef]) -> dict[ArtifactRef, ArtifactRef]:
-        """What `refs` were made from, down to the roots, each with one of `refs` that needs it."""
-        found: dict[ArtifactRef, ArtifactRef] = {}
-        for source in refs:
-            todo = [source]
-            while todo:
-                manifest = self.by_ref.get(todo.pop())
-                for parent in manifest.parents.values() if manifest else ():
-                    if parent not in found:
-                        found[parent] = source
-                        todo.append(parent)
-        return found
+        """As the function of that name."""
+        return ancestors(self.manifests, refs)
 
     @cached_property
     def verified(self) -> set[ArtifactRef]:
@@ -313,8 +324,13 @@ def _beyond_the_last(shelf: _Shelf, policy: RetentionConfig) -> dict[ArtifactRef
 def _unreferenced(shelf: _Shelf, goes: Collection[ArtifactRef]) -> dict[ArtifactRef, str]:
     products = [one.ref for one in shelf.manifests if one.ref.kind in PRODUCTS and one.ref not in goes]
     referenced = shelf.ancestors(products)
-    return {
+    named = {
         one.ref: "no kept checkpoint was made from it"
         for one in shelf.manifests
         if one.ref.kind in DATA_KINDS and one.ref not in referenced
+    }
+    return named | {
+        one.ref: "the capture that it verifies is gone"
+        for one in shelf.of_kind("verification")
+        if one.parents.get("capture") not in shelf.by_ref
     }

@@ -218,6 +218,17 @@ def test_cleanup_applies_the_policies_and_spares_what_the_run_itself_uses(tmp_pa
     assert run_stage("extract", config, run_id).reused
 
 
+def test_retention_that_cannot_be_applied_does_not_fail_the_run(tmp_path, caplog):
+    config = stand_in_config(tmp_path, retention={"unreferenced": True})
+    create_run_folder(config, STAGES, "r")
+    run_stage("prepare", config, "r")
+    (config.store_path / "uses" / "other.json").write_text("{")
+    outcome = run_stage("cleanup", config, "r")
+    assert "were not applied" in outcome.message
+    assert "uses/other.json" in outcome.details["retention_problem"]
+    assert "uses/other.json" in caplog.text
+
+
 def test_an_artifact_in_the_trash_is_made_anew_and_that_is_said(config, caplog):
     run_all(config, ("prepare", "extract"))
     plan = plan_run(config)

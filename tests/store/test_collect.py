@@ -21,7 +21,7 @@ from eagle3_core.store.collect import GcReport, collect_garbage, restore
 from eagle3_core.store.files import file_problem
 from eagle3_core.store.local import LocalStore
 from eagle3_core.store.locks import folder_lock
-from eagle3_core.store.trash import find_entry
+from eagle3_core.store.trash import FolderTrash, find_entry
 from eagle3_core.store.uses import RunUse, end_use
 from tests.disks import small_disk
 from tests.store.artifacts import NOW, Chain, add, add_run
@@ -270,6 +270,25 @@ def _plan(manifest: Manifest) -> Any:
     return ArtifactPlan(kind=manifest.ref.kind, identity=manifest.identity, parents=manifest.parents)
 
 
+def test_what_cannot_be_moved_stays_with_what_it_was_made_from_and_the_others_go(store, runs, monkeypatch):
+    old, new = runs
+    move = FolderTrash._move
+
+    def stubborn(trash: FolderTrash, source: Path, destination: Path) -> None:
+        if source == store.folder(old.export):
+            raise StoreError(f"{source} cannot be moved")
+        move(trash, source, destination)
+
+    monkeypatch.setattr(FolderTrash, "_move", stubborn)
+    report = gc(store)
+    line = next(line for line in report.lines if line.artifact == str(old.export))
+    assert (line.action, "cannot be moved" in line.reasons[0]) == ("kept", True)
+    gone = {old.benchmark}
+    assert set(store.refs()) == new.refs | old.refs - gone
+    line = next(line for line in report.lines if line.artifact == str(old.capture))
+    assert line.reasons == (f"{old.export} was made from it and stays",)
+
+
 def test_files_without_a_manifest_go_when_nobody_has_touched_them_for_a_day(store, runs):
     ref = ArtifactRef(kind="capture", id="f" * 16)
     (store.folder(ref)).mkdir()
@@ -287,7 +306,7 @@ def test_files_without_a_manifest_go_when_nobody_has_touched_them_for_a_day(stor
     assert not store.folder(ref).exists()
 
 
-def test_two_at_once_move_everything_once_and_neither_fails(store, runs):
+def test_several_at_once_move_everything_once_and_none_fails(store, runs):
     old, new = runs
     children = []
     for _ in range(4):
@@ -301,6 +320,8 @@ def test_two_at_once_move_everything_once_and_neither_fails(store, runs):
                 os._exit(code)
         children.append(pid)
     assert [os.waitpid(pid, 0)[1] for pid in children] == [0] * 4
+    assert new.refs <= set(store.refs())
+    gc(store)  # what one has found in the hands of another
     assert set(store.refs()) == new.refs
     assert store.without_manifest() == {}
     moved = [entry.ref for entry in store.trash().entries()]

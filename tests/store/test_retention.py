@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from eagle3_core.artifacts import ARTIFACT_KINDS, ArtifactRef
+from eagle3_core.artifacts import ArtifactRef
 from eagle3_core.sections import RetentionConfig
 from eagle3_core.store.local import LocalStore
 from eagle3_core.store.retention import Verdict, decide
@@ -166,4 +167,13 @@ def test_what_was_made_last_goes_first(store):
     add_run(store, "a", age_days=30)
     add_run(store, "b", age_days=20)
     order = [ref.kind for ref, verdict in fates(store, OLD).items() if verdict.goes]
-    assert order == list(reversed(ARTIFACT_KINDS[1:]))
+    assert order == [
+        "benchmark", "export", "checkpoint", "capture", "verification", "vocabulary", "dataset",
+        "conversations",
+    ]  # fmt: skip
+
+
+def test_a_verification_without_its_capture_is_unreferenced(store):
+    run = add_run(store, "a", age_days=1)
+    shutil.rmtree(store.folder(run.capture))
+    assert going(store, RetentionConfig(unreferenced=True)) == {run.verification}
