@@ -3,7 +3,9 @@
 A save takes links of the files, so that the writer goes on and may remove them, and uploads them in a thread.
 While one save is on its way later ones are only noted locally: the bandwidth decides how often there is one.
 
-    <artifact>/.progress.json    position and entries of the files; put after them, so what it names is there
+    <artifact>/.progress/<save>/    the files of one save; what has not changed stays with the save before
+    <artifact>/.progress.json       position, entries and keys of the files; put after them, and before files
+                                    of earlier saves are removed, so what it names is there at any moment
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import logging
 import os
 import shutil
 import threading
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,9 +29,18 @@ from eagle3_core.store.objects import ObjectClient
 from eagle3_core.store.uploads import upload
 
 PROGRESS_NAME = ".progress.json"
+SAVES = ".progress"
 LINK_PREFIX = f"{TEMPORARY_PREFIX}progress-"
 
 logger = logging.getLogger(__name__)
+
+
+class SavedFile(BaseModel):
+    """One file of a save."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    entry: FileEntry
+    key: str
 
 
 class Saved(BaseModel):
@@ -36,7 +48,7 @@ class Saved(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     position: int
-    files: tuple[FileEntry, ...] = ()
+    files: tuple[SavedFile, ...] = ()
 
 
 class Progress:
@@ -68,8 +80,7 @@ class Progress:
         there, here = self._remote(), self._local()
         if there is None or (here is not None and here.position >= there.position):
             return False
-        for entry in there.files:
-            key = f"{self._prefix}/{entry.path}"
+        for key, entry in ((file.key, file.entry) for file in there.files):
             self._client.get_file(key, self._folder / entry.path, entry.bytes, entry.xxh3_128)
         write_atomic(self._folder / PROGRESS_NAME, there.model_dump_json())
         logger.info("took the progress of %s up to %d from the bucket", self._prefix, there.position)
@@ -112,23 +123,34 @@ class Progress:
         """Put the files, then what names them, then remove the files of the save before."""
         try:
             before = self._remote()
-            entries = [self._entry(name) for name in names]
-            for entry in entries:
+            known = {file.entry.xxh3_128: file for file in (before.files if before else ())}
+            place, files = f"{self._prefix}/{SAVES}/{uuid.uuid4().hex}", []
+            for entry in map(self._entry, names):
                 if self._is_closing:
                     return
-                key = f"{self._prefix}/{entry.path}"
+                same = known.get(entry.xxh3_128)
+                if same is not None and same.entry.path == entry.path:
+                    files.append(same)
+                    continue
+                key = f"{place}/{entry.path}"
                 self._call = self._client.start(upload(self._client, self._link(entry.path), key, entry))
-                self._call.result()
-            saved = Saved(position=position, files=tuple(entries))
+                if self._is_closing:  # `close` may have come before there was anything to cancel
+                    self._call.cancel()
+                files.append(SavedFile(entry=self._call.result(), key=key))
+            saved = Saved(position=position, files=tuple(files))
             self._client.put_bytes(f"{self._prefix}/{PROGRESS_NAME}", saved.model_dump_json().encode())
-            old = {entry.path for entry in (before.files if before else ())} - set(names)
-            self._client.delete([f"{self._prefix}/{name}" for name in sorted(old)])
+            self._remove_others({file.key for file in files})
         except (Eagle3Error, OSError) as error:
             if not self._is_closing:
                 logger.warning("the progress of %s is not in the bucket: %s", self._prefix, error)
         finally:
             for name in names:
                 self._link(name).unlink(missing_ok=True)
+
+    def _remove_others(self, keep: set[str]) -> None:
+        """Remove the files of saves that `.progress.json` does not name, ended or interrupted ones."""
+        keys = self._client.list(f"{self._prefix}/{SAVES}/")
+        self._client.delete([key for key in keys if key not in keep])
 
     def _entry(self, name: str) -> FileEntry:
         path = self._link(name)

@@ -278,6 +278,26 @@ def test_another_host_goes_on_where_this_one_stopped(s3: S3, tmp_path: Path) -> 
     assert {key.rpartition("/")[2] for key in s3.keys()} == {"manifest.json", "model"}  # noqa: SIM118
 
 
+def test_a_save_that_is_cut_off_leaves_the_one_before_whole(s3: S3, tmp_path: Path) -> None:
+    here, there = make_store(s3, tmp_path / "here"), make_store(s3, tmp_path / "there")
+    with contextlib.suppress(StopError), here.writer(SMALL) as writer:
+        for step in (1, 2):
+            if step == 2:  # its last file never arrives
+                s3.proxy.rules.append(lambda r: Slow(1) if r.target.endswith("/resume.json") else None)
+            (writer.folder / "metrics.jsonl").write_text(f"step {step}")
+            (writer.folder / "resume.json").unlink(missing_ok=True)
+            (writer.folder / "resume.json").write_text(f"step {step}")
+            s3.proxy.seen.clear()
+            writer.save_progress(step, ["resume.json"], ["metrics.jsonl"])
+            wait_for(lambda: any(r.method == "PUT" and "resume.json" in r.target for r in s3.proxy.seen))
+            wait_for(lambda: step == 2 or not writer.progress.is_saving)  # noqa: B023
+        raise StopError
+    s3.proxy.rules.clear()
+    with there.writer(SMALL) as writer:
+        assert (writer.folder / "metrics.jsonl").read_text() == "step 1"
+        assert (writer.folder / "resume.json").read_text() == "step 1"
+
+
 def test_what_lies_here_is_not_replaced_by_an_older_save(s3: S3, tmp_path: Path) -> None:
     store = make_store(s3, tmp_path)
     with contextlib.suppress(StopError), store.writer(SMALL) as writer:
