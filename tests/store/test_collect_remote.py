@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -15,6 +16,7 @@ import pytest
 
 from eagle3_core.artifacts import ArtifactRef, Manifest
 from eagle3_core.config import PROJECT_ROOT, ObjectRoot
+from eagle3_core.errors import EXIT_OK, EXIT_USER_ERROR
 from eagle3_core.lineage import trace
 from eagle3_core.sections import ObjectStoreConfig, RetentionConfig
 from eagle3_core.store.collect import GcReport, collect_garbage, restore
@@ -121,6 +123,25 @@ def test_a_purge_that_ended_half_way_cannot_be_restored_and_is_finished(s3, stor
     assert old.capture not in {one.ref for one in store.trash().entries()}
     gc(store, NOTHING)
     assert not any(".purging" in key for key in list(s3.keys()))
+
+
+def test_the_commands_work_on_a_bucket_that_the_environment_names(
+    s3, store, runs, capsys, monkeypatch, tmp_path
+):
+    from flows.cli import main
+
+    old, new = runs
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3.url)
+    place = ["--store", f"s3://{BUCKET}/store", "--workspace", str(tmp_path / "workspace")]
+    assert main(["lineage", str(new.verification), *place, "--json"]) == EXIT_OK
+    assert json.loads(capsys.readouterr().out)["store"] == f"s3://{BUCKET}/store"
+    assert main(["gc", *place, "--older-than", "1d", "--json"]) == EXIT_OK
+    assert json.loads(capsys.readouterr().out)["trashed_bytes"] == 50
+    assert main(["verify", str(new.dataset), *place, "--deep"]) == EXIT_OK
+    store.client.put_bytes(f"{new.dataset}/content.bin", b"another")
+    assert main(["verify", str(new.dataset), *place]) == EXIT_USER_ERROR
+    assert "content.bin" in capsys.readouterr().out
+    assert main(["verify", str(old.dataset), *place]) == EXIT_USER_ERROR
 
 
 def test_killed_at_random_moments_it_loses_nothing_that_stays(s3, tmp_path):
