@@ -12,6 +12,7 @@ name is known, so the graph ends there.
 
 from __future__ import annotations
 
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +22,7 @@ from eagle3_core.artifacts import ArtifactRef, Manifest
 from eagle3_core.errors import StoreError
 from eagle3_core.host.run_folder import CONFIG_NAME
 from eagle3_core.store.local import LocalStore
+from eagle3_core.store.trash import TrashEntry
 
 NodeState = Literal["complete", "partial", "in trash", "missing", "unreadable", "outside"]
 ID_SHOWN = 16
@@ -162,10 +164,14 @@ class _Tracer:
 
     def __init__(self, store: LocalStore, workspace: Path | None) -> None:
         self._store, self._workspace = store, workspace
-        self._trash = {entry.ref: entry for entry in store.trash().entries()}
         self._visited: set[ArtifactRef] = set()
         self.nodes: dict[str, LineageNode] = {}
         self.edges: list[LineageEdge] = []
+
+    @cached_property
+    def _trash(self) -> dict[ArtifactRef, TrashEntry]:
+        """Looked at only where something is missing."""
+        return {entry.ref: entry for entry in self._store.trash().entries()}
 
     def visit(self, ref: ArtifactRef) -> None:
         if ref in self._visited:
