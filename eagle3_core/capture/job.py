@@ -19,6 +19,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field
 
 from eagle3_core.artifacts import ArtifactPlan, FileEntry
+from eagle3_core.capture.journal import JOURNAL_NAME, Journal
 from eagle3_core.config import RunConfig
 from eagle3_core.errors import EXIT_USER_ERROR, CaptureError, DiskFullError, Eagle3Error
 from eagle3_core.sections import LimitsConfig
@@ -32,7 +33,6 @@ from eagle3_core.target.layers import final_layer_id, resolve_aux_layer_ids
 FAILURE_NAME = "failure.json"
 SPARE_FAILURE_NAME = "failure.spare"
 PAUSED_NAME = "paused"
-JOURNAL_NAME = "in_flight.log"
 ASK_AGAIN_SECONDS = 1.0
 NO_SPACE = "no space: a write of the capture found the disk full"
 MAX_SHARDS_IN_FLIGHT = 3
@@ -83,14 +83,6 @@ class CaptureJob(BaseModel):
             return (Path(self.folder) / PAUSED_NAME).read_text() or NO_SPACE
         except FileNotFoundError:
             return None
-
-    def _tell_pause(self, reason: str | None) -> None:
-        path = Path(self.folder) / PAUSED_NAME
-        if reason is None:
-            path.unlink(missing_ok=True)
-        elif not path.exists():
-            with contextlib.suppress(OSError):  # an empty file, all that a full disk takes, says it too
-                path.write_text(reason)
 
     def prepare_folder(self) -> None:
         """Leave a failure in the folder that a full disk can only rename."""
@@ -147,13 +139,6 @@ class CaptureJob(BaseModel):
                 print(f"capture failed: {error} (and cannot write {path}: {unwritten})", flush=True)
                 os._exit(EXIT_USER_ERROR)
 
-    def _use_spare(self, path: Path) -> bool:
-        try:
-            path.with_name(SPARE_FAILURE_NAME).rename(path)
-        except OSError:
-            return False
-        return True
-
     def raise_failure(self) -> None:
         """Raise what the worker recorded, if anything.
 
@@ -165,6 +150,21 @@ class CaptureJob(BaseModel):
         if path.exists():
             raise session_error(**json.loads(path.read_text()))
 
+    def _tell_pause(self, reason: str | None) -> None:
+        path = Path(self.folder) / PAUSED_NAME
+        if reason is None:
+            path.unlink(missing_ok=True)
+        elif not path.exists():
+            with contextlib.suppress(OSError):  # an empty file, all that a full disk takes, says it too
+                path.write_text(reason)
+
+    def _use_spare(self, path: Path) -> bool:
+        try:
+            path.with_name(SPARE_FAILURE_NAME).rename(path)
+        except OSError:
+            return False
+        return True
+
 
 def session_error(
     kind: str, found: str, expected: str | None, remedy: str | None
@@ -172,61 +172,6 @@ def session_error(
     """The error that a session's process met, of the class that decides what it means here."""
     known = DiskFullError if kind == DiskFullError.__name__ else CaptureError
     return known(found, expected=expected, remedy=remedy)
-
-
-class Journal:
-    """Which samples an engine has begun and not finished, on disk: it survives a process that is killed.
-
-    One line an event, `+` or `-` and the key as JSON, each written in one call. A full disk loses lines: then
-    it may name samples too many or too few, which costs time and no sample.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._descriptor: int | None = None
-
-    def started(self, key: str) -> None:
-        """The engine is about to compute this sample."""
-        self._append(f"+{json.dumps(key)}\n")
-
-    def finished(self, key: str) -> None:
-        """The engine has computed this sample."""
-        self._append(f"-{json.dumps(key)}\n")
-
-    def in_flight(self) -> list[str]:
-        """Samples that were begun and not finished, in order."""
-        try:
-            lines = self._path.read_text().splitlines()
-        except FileNotFoundError:
-            return []
-        begun: dict[str, None] = {}
-        for line in lines:
-            try:
-                key = json.loads(line[1:])
-            except ValueError:  # a full disk took a part of it
-                continue
-            if line.startswith("+"):
-                begun[key] = None
-            else:
-                begun.pop(key, None)
-        return list(begun)
-
-    def has_finished_any(self) -> bool:
-        """Whether the engine has computed a sample at all."""
-        try:
-            return any(line.startswith("-") for line in self._path.read_text().splitlines())
-        except FileNotFoundError:
-            return False
-
-    def _append(self, line: str) -> None:
-        try:
-            if self._descriptor is None:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                self._descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-            os.write(self._descriptor, line.encode())
-        except OSError as error:
-            if not is_no_space(error):
-                raise
 
 
 def capture_layout(config: RunConfig, info: TargetInfo) -> ShardLayout:

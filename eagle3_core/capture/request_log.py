@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from eagle3_core.capture.job import Journal
+from eagle3_core.capture.journal import Journal
 
 SAMPLE_PARAMETER = "eagle3_sample"
 FLUSH_PARAMETER = "eagle3_flush"

@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING
 from eagle3_core.artifacts import FileEntry
 from eagle3_core.capture import session
 from eagle3_core.capture.assemble import ShardAssembler
-from eagle3_core.capture.job import CaptureJob, Journal, Later, wait_take
+from eagle3_core.capture.job import CaptureJob, Later, wait_take
+from eagle3_core.capture.journal import Journal
 from eagle3_core.config import RunConfig
 from eagle3_core.errors import CaptureError
 from eagle3_core.store.dataset import Sample

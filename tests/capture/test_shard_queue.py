@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from eagle3_core.artifacts import ArtifactPlan, FileEntry
-from eagle3_core.capture.job import CaptureJob, Journal
+from eagle3_core.capture.job import CaptureJob
+from eagle3_core.capture.journal import Journal
 from eagle3_core.capture.shard_queue import ShardQueue, Staging
 from eagle3_core.config import PROJECT_ROOT
 from eagle3_core.host.process_tree import boot_id

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from eagle3_core.capture.job import CaptureJob, Journal
+from eagle3_core.capture.job import CaptureJob
+from eagle3_core.capture.journal import Journal
 from eagle3_core.capture.request_log import FinishedRequest, RequestLog
 from eagle3_core.capture.states_worker import StatesWorker
 from eagle3_core.errors import CaptureError
