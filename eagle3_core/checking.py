@@ -8,6 +8,7 @@ every shard, and condemns those that the next extract must make anew.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -213,7 +214,7 @@ def _run_verify(
     on_line: Callable[[str], None] | None,
 ) -> ArtifactCheck:
     inputs, outputs = plan.inputs("verify"), plan.outputs("verify")
-    name = f"verify-{plan.artifacts['capture'].ref.id}"
+    name = f"verify-{plan.artifacts['capture'].ref.id}-{os.getpid()}"
     spec = StepSpec(
         config=without_secrets(config),
         run_id=name,
