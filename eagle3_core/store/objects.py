@@ -10,8 +10,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
-import os
-import threading
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
@@ -23,6 +21,7 @@ from eagle3_core.config import ObjectRoot
 from eagle3_core.errors import LostObjectError, ObjectStoreError
 from eagle3_core.sections import ObjectStoreConfig
 from eagle3_core.store.calls import Call
+from eagle3_core.store.connection import shared_connection
 from eagle3_core.store.disk import make_room, patiently
 from eagle3_core.store.files import HashingWriter, atomic_file
 from eagle3_core.store.object_errors import (
@@ -39,7 +38,6 @@ from eagle3_core.store.object_wire import (
     allowed_seconds,
     backoff_seconds,
     body_checksum,
-    client_settings,
     object_facts,
 )
 
@@ -83,10 +81,7 @@ class ObjectClient:
 
     def __init__(self, root: ObjectRoot, settings: ObjectStoreConfig, outage_seconds: float = 0.0) -> None:
         self.root, self.settings, self.outage_seconds = root, settings, outage_seconds
-        self._fs: Any = None
-        self._process = 0
-        self._slots: asyncio.Semaphore | None = None
-        self._connecting = threading.Lock()
+        self._connection = shared_connection(settings)
 
     def enduring(self, outage_seconds: float) -> ObjectClient:
         """The same client, which goes on trying for so long."""
@@ -112,35 +107,21 @@ class ObjectClient:
 
     @property
     def fs(self) -> Any:
-        """The s3fs file system of this process; a forked child gets its own."""
-        with self._connecting:
-            if self._fs is None or self._process != os.getpid():
-                self._fs, self._process = self._connect(), os.getpid()
-                self._slots = asyncio.Semaphore(self.settings.max_connections)
-            return self._fs
+        """The file system of s3fs.
+
+        Raises:
+            ObjectAccessError: it cannot be made, e.g. for a profile that does not exist.
+            HostError: this environment lacks s3fs.
+        """
+        try:
+            return self._connection.fs
+        except Exception as error:
+            raise explain(error, "connect", str(self.root), self.settings) from error
 
     @property
     def slots(self) -> asyncio.Semaphore:
         """As many blocks of a file as may be in memory and on their way at once."""
-        assert self._slots is not None
-        return self._slots
-
-    def _connect(self) -> Any:
-        settings = self.settings
-        try:
-            from s3fs import S3FileSystem
-
-            fs = S3FileSystem(
-                endpoint_url=settings.endpoint_url,
-                client_kwargs={"region_name": settings.region} if settings.region else {},
-                config_kwargs=client_settings(settings),
-                skip_instance_cache=True,
-                use_listings_cache=False,
-            )
-        except Exception as error:
-            raise explain(error, "connect", str(self.root), settings) from error
-        fs.retries = 1
-        return fs
+        return self._connection.slots
 
     async def attempt(
         self, action: str, key: str, operation: Callable[[], Awaitable[T]], expected: Iterable[str] = ()
