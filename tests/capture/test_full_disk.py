@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from eagle3_core.artifacts import ArtifactPlan
@@ -212,6 +213,26 @@ def test_a_disk_that_is_really_full_costs_no_engine_and_no_sample(
     store.resize(STATES + 40 * MIB)
     result = running.result()
     assert (result.num_restarts, result.captured_tokens) == (0, 200_000)
+    check_whole(spec, samples)
+
+
+def test_an_engine_that_dies_while_it_waits_for_space_convicts_no_sample(
+    tmp_path: Path, target: Path, samples: list[Sample], store: SmallDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk.DiskGuard, "has_room", lambda *_: True)
+    spec = spec_of(tmp_path, target, samples)
+    running = Running(spec)
+    running.wait_for(lambda: running.progress.paused)
+    sessions = [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if any(part.startswith(str(store.path)) for part in process.info["cmdline"] or [])
+    ]
+    assert len(sessions) == 1
+    sessions[0].kill()
+    store.resize(STATES + 40 * MIB)
+    result = running.result()
+    assert (result.num_restarts, result.quarantined) == (0, [])
     check_whole(spec, samples)
 
 
