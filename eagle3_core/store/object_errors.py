@@ -46,6 +46,7 @@ TRANSIENT_TYPES = {
     "ResponseParserError", "ServerDisconnectedError", "TimeoutError",
 }  # fmt: skip
 """Names of exception types of botocore, aiohttp and fsspec, and of their bases, that end a connection."""
+CHECKED_ACTIONS = {"complete_multipart_upload", "create_multipart_upload", "put_object", "upload_part"}
 CHECKSUM_WORDS = re.compile(r"checksum|trailer|digest|content-md5|sdk-checksum", re.IGNORECASE)
 TAKE_LESS = {"sha256": "etag", "etag": "read_back"}
 """The next value of `object_store.checksum` that asks less of a server."""
@@ -144,14 +145,12 @@ def explain(
 
 def is_about_checksums(error: BaseException, action: str, settings: ObjectStoreConfig) -> bool:
     """Whether a server refused what proves an upload rather than the upload."""
-    if settings.checksum not in TAKE_LESS or action not in (
-        "put_object",
-        "upload_part",
-        "create_multipart_upload",
-    ):
+    if settings.checksum not in TAKE_LESS or action not in CHECKED_ACTIONS:
         return False
     if error_code(error) in NOT_SUPPORTED:
         return True
+    if error_code(error) in TRANSIENT_CODES:  # the server knows checksums and found other bytes
+        return False
     return status_code(error) == 400 and bool(CHECKSUM_WORDS.search(f"{error_code(error)} {_reason(error)}"))
 
 

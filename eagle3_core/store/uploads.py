@@ -104,12 +104,21 @@ async def upload(client: ObjectClient, path: Path, key: str, entry: FileEntry) -
     """
     there = await client.head_async(key)
     if there is None or not await _is_proven(client, key, entry, there):
-        await _check_local(path, entry)
-        parts = plan_parts(entry.bytes, int(client.settings.part_bytes))
-        put = _put_parts if len(parts) > 1 else _put_whole
-        expected = await put(client, path, key, entry, parts)
-        there = await _prove(client, key, entry, expected)
+        try:
+            there = await _put(client, path, key, entry)
+        except LostObjectError as error:
+            logger.warning("once more: %s", error)
+            there = await _put(client, path, key, entry)
     return entry.model_copy(update={"facts": entry.facts | {PROOF_FACT: proof_facts(there)}})
+
+
+async def _put(client: ObjectClient, path: Path, key: str, entry: FileEntry) -> ObjectFacts:
+    """Put a file and prove it."""
+    await _check_local(path, entry)
+    parts = plan_parts(entry.bytes, int(client.settings.part_bytes))
+    put = _put_parts if len(parts) > 1 else _put_whole
+    expected = await put(client, path, key, entry, parts)
+    return await _prove(client, key, entry, expected)
 
 
 async def _is_proven(client: ObjectClient, key: str, entry: FileEntry, there: ObjectFacts) -> bool:

@@ -6,7 +6,9 @@ cuts the connection in the middle of it, slows it down or answers itself.
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import hashlib
 import itertools
 import json
 import os
@@ -98,7 +100,12 @@ class Without:
     names: tuple[str, ...]
 
 
-Fault = Cut | Answer | Slow | Swallow | Without
+@dataclass(frozen=True)
+class Flip:
+    """Change a bit of a request's body; a checksum header is then checked as S3 does, which moto does not."""
+
+
+Fault = Cut | Answer | Slow | Swallow | Without | Flip
 Rule = Callable[[Request], Fault | None]
 
 
@@ -169,9 +176,17 @@ class Proxy:
             _discard(client, length)
             _answer(client, fault, request.method)
             return
+        blocks = _body(client, length)
+        if isinstance(fault, Flip):
+            body = b"".join(block for _, block in blocks)
+            damaged = body[:-1] + bytes([body[-1] ^ 1])
+            if not _has_its_checksum(request, damaged):
+                _answer(client, Answer(400, "BadDigest"), request.method)
+                return
+            blocks = iter([(0, damaged)])
         with socket.create_connection(self.upstream) as server:
             server.sendall(_one_request(head, fault.names if isinstance(fault, Without) else ()))
-            for sent, block in _body(client, length):
+            for sent, block in blocks:
                 if isinstance(fault, Cut) and not fault.in_answer and sent >= fault.after:
                     return
                 if isinstance(fault, Slow):
@@ -221,6 +236,16 @@ def _body(client: socket.socket, length: int) -> Iterator[tuple[int, bytes]]:
             raise OSError("the client has gone")
         yield sent, block
         sent += len(block)
+
+
+def _has_its_checksum(request: Request, body: bytes) -> bool:
+    """Whether a body is what the headers of its request say, as far as they say it."""
+    digests = {
+        "content-md5": hashlib.md5(body, usedforsecurity=False).digest(),
+        "x-amz-checksum-sha256": hashlib.sha256(body).digest(),
+    }
+    found = {name: base64.b64encode(digest).decode() for name, digest in digests.items()}
+    return all(request.headers.get(name, value) == value for name, value in found.items())
 
 
 def _discard(client: socket.socket, length: int) -> None:

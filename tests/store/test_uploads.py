@@ -28,6 +28,7 @@ from tests.doubles.s3 import (
     Answer,
     Cut,
     Fault,
+    Flip,
     Request,
     Slow,
     Swallow,
@@ -224,6 +225,27 @@ def test_an_object_that_the_server_stored_wrongly_is_found_and_removed(
     with pytest.raises(LostObjectError, match="after its upload"):
         client.run(upload(client, small, KEY, small_entry))
     assert s3.keys() == {}
+
+
+@pytest.mark.parametrize("checksum", ["sha256", "etag"])
+def test_a_part_that_is_damaged_on_its_way_is_sent_again(
+    s3: S3, small: Path, small_entry: FileEntry, checksum: str
+) -> None:
+    s3.proxy.rules.append(first(1, Flip(), is_part(2)))
+    client = make_client(s3, checksum)
+    client.run(upload(client, small, KEY, small_entry))
+    assert stored(s3) == small.read_bytes()
+    assert s3.proxy.parts() == {1: 1, 2: 2}
+
+
+def test_without_checksums_damage_on_the_way_is_found_by_reading_back_and_mended(
+    s3: S3, small: Path, small_entry: FileEntry
+) -> None:
+    s3.proxy.rules.append(first(1, Flip(), is_part(2)))
+    client = make_client(s3, "read_back")
+    client.run(upload(client, small, KEY, small_entry))
+    assert stored(s3) == small.read_bytes()
+    assert s3.proxy.parts() == {1: 2, 2: 2}
 
 
 def test_a_local_file_that_changed_since_it_was_hashed_is_not_uploaded(s3: S3, tmp_path: Path) -> None:
