@@ -174,7 +174,7 @@ def _target_if_there(config: RunConfig) -> TargetInfo | None:
 def _capture_bytes(config: RunConfig, target: TargetInfo) -> int:
     """Upper estimate of the whole capture, or 0 where the check of the prompts has more to say."""
     try:
-        return capture_bytes(config, target, guess_samples(config))
+        return capture_bytes(config, target, guess_samples(config, target.vocab_size))
     except Eagle3Error:
         return 0
 

@@ -1,8 +1,9 @@
-"""The samples and tokens of a run: counted in the dataset, or an upper estimate from the prompts."""
+"""The samples and tokens of a run: counted in the dataset, or estimated from the prompts."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +17,8 @@ from eagle3_core.identity import prompt_files
 from eagle3_core.planning import RunPlan
 from eagle3_core.store.dataset import Sample, read_dataset
 
-CHARACTERS_PER_TOKEN = 4
-TEMPLATE_TOKENS_PER_MESSAGE = 8
+USUAL_VOCABULARY = 1 << 16
+TEMPLATE_CHARACTERS_PER_MESSAGE = 32
 
 
 class Workload(BaseModel):
@@ -28,7 +29,8 @@ class Workload(BaseModel):
     num_tokens: int
     num_answer_tokens: int
     is_exact: bool = Field(
-        description="Counted in the dataset; otherwise an upper estimate from the prompts."
+        description="Counted in the dataset; otherwise estimated from the prompts, every answer as long as "
+        "allowed."
     )
 
 
@@ -66,7 +68,7 @@ def load_of(plan: RunPlan) -> Load:
         DataError: there is no dataset yet, and a prompt file is missing or unreadable.
     """
     samples = _dataset(plan)
-    return count_samples(samples) if samples else guess_samples(plan.config)
+    return count_samples(samples) if samples else guess_samples(plan.config, plan.target.vocab_size)
 
 
 def count_samples(samples: Sequence[Sample]) -> Load:
@@ -74,8 +76,10 @@ def count_samples(samples: Sequence[Sample]) -> Load:
     return Load([(len(sample), int(sample.loss_mask.sum())) for sample in samples], samples)
 
 
-def guess_samples(config: RunConfig) -> Load:
-    """An upper estimate from the prompts: every answer as long as allowed.
+def guess_samples(config: RunConfig, vocab_size: int = USUAL_VOCABULARY) -> Load:
+    """Estimate from the prompts: every answer as long as allowed.
+
+    A token stands for a quarter as many characters as its id has bits: four with 65,536 tokens.
 
     Raises:
         DataError: a prompt file is missing or unreadable.
@@ -84,7 +88,8 @@ def guess_samples(config: RunConfig) -> Load:
     rows = rows[: config.limit] if config.limit else rows
     longest = config.data.max_length
     answers = [config.data.generation.max_tokens * max(1, _user_turns(row)) for row in rows]
-    prompts = [_prompt_tokens(row) for row in rows]
+    characters = math.log2(max(2, vocab_size)) / 4
+    prompts = [_prompt_tokens(row, characters) for row in rows]
     return Load([(min(longest, p + a), min(longest, a)) for p, a in zip(prompts, answers, strict=True)])
 
 
@@ -124,8 +129,9 @@ def _user_turns(row: dict[str, Any]) -> int:
     return sum(message.get("role") == "user" for message in _messages(row))
 
 
-def _prompt_tokens(row: dict[str, Any]) -> int:
+def _prompt_tokens(row: dict[str, Any], characters_per_token: float) -> int:
     return sum(
-        len(str(message.get("content") or "")) // CHARACTERS_PER_TOKEN + TEMPLATE_TOKENS_PER_MESSAGE
+        int(len(str(message.get("content") or "")) // characters_per_token)
+        + round(TEMPLATE_CHARACTERS_PER_MESSAGE / characters_per_token)
         for message in _messages(row)
     )

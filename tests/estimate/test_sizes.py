@@ -71,11 +71,17 @@ def test_while_training_three_states_and_the_weights_of_three_epochs_lie_there(t
         assert 0 <= size.final - 4 * (trained + kept) < 30_000
 
 
-def test_prompts_give_an_upper_estimate_with_the_longest_answers(tmp_path: Path) -> None:
+def test_prompts_are_counted_with_the_longest_answers(tmp_path: Path) -> None:
     """`What is 3?` has ten characters: two tokens and eight for the template, and 16 for the answer."""
     load = guess_samples(stand_in_config(tmp_path)).workload
     assert (load.num_samples, load.num_tokens, load.num_answer_tokens) == (8, 8 * 26, 8 * 16)
     assert not load.is_exact
+
+
+def test_a_small_vocabulary_needs_more_tokens_for_the_same_text(tmp_path: Path) -> None:
+    """With 256 tokens one stands for two characters: five and sixteen for the template."""
+    load = guess_samples(stand_in_config(tmp_path), vocab_size=256).workload
+    assert load.num_tokens == 8 * (5 + 16 + 16)
 
 
 def test_a_rehearsal_counts_only_its_prompts(tmp_path: Path) -> None:
