@@ -101,7 +101,7 @@ class RunPlan:
         first = STAGES.index(MAKING_STAGE[kind])
         needed = ",".join(STAGES[first : STAGES.index(stage) + 1])
         return StoreError(
-            f"the stage {stage} needs {name}, which is not complete in {self.store.root}",
+            f"the stage {stage} needs {name}, which is not complete in {self.store.place}",
             remedy=f"run the stage {MAKING_STAGE[kind]} first (`--stages {needed}`)",
         )
 

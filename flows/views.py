@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from eagle3_core.artifacts import ArtifactRef
 from eagle3_core.config import STAGES, RunConfig, Stage, resolve_path
 from eagle3_core.estimate.run import ArtifactEstimate, RunEstimate, check_space, estimate_run
 from eagle3_core.estimate.space import FileSystemEstimate
@@ -89,11 +90,17 @@ def summary_lines(run: RunFolder, summary: RunSummary | None = None) -> Iterator
     export = next((a for a in found.artifacts if a.ref.kind == "export"), None)
     if export is not None:
         config = run.config()
-        folder = open_store(config).folder(export.ref)
-        yield from (f"draft for {engine}: {folder / engine}" for engine in config.export.engines)
+        yield from (f"draft for {one}: {_place(config, export.ref, one)}" for one in config.export.engines)
     for name in ("summary.json", "report.html"):
         if (run.path / name).is_file():
             yield f"{name.partition('.')[0]}: {run.path / name}"
+
+
+def _place(config: RunConfig, export: ArtifactRef, engine: str) -> str:
+    """Where an exported draft lies: its folder, or its place in a bucket while no stage has fetched it."""
+    store = open_store(config)
+    folder = store.folder(export) / engine
+    return str(folder) if folder.is_dir() else f"{store.place}/{export}/{engine}"
 
 
 def format_bytes(count: float) -> str:
@@ -108,7 +115,7 @@ def format_bytes(count: float) -> str:
 def _print_plan(estimate: RunEstimate, config: RunConfig) -> None:
     console = Console()
     load = estimate.workload
-    counted = "counted in the dataset" if load.is_exact else "at most, from the prompts"
+    counted = "counted in the dataset" if load.is_exact else "estimated from the prompts"
     console.print(
         f"{config.name}: {load.num_samples:,} samples, {load.num_tokens:,} tokens ({counted}); "
         f"auxiliary ids {estimate.aux_layer_ids}, final state {estimate.final_layer_id}",

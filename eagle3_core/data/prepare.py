@@ -91,7 +91,7 @@ class _Preparation:
         return self._store.read(self._spec.outputs[kind].ref).facts
 
     def _folder(self, kind: str) -> Path:
-        return self._store.folder(self._spec.outputs[kind].ref)
+        return self._store.fetch(self._spec.outputs[kind].ref)
 
     def _speed(self) -> dict[str, Any]:
         rate = self._generated_tokens / self._seconds if self._generated_tokens and self._seconds else None

@@ -124,7 +124,7 @@ def _with_ancestors(store: LocalStore, refs: Iterable[ArtifactRef]) -> tuple[lis
             problems.append(str(error))
             return
         if manifest is None:
-            problems.append(f"{ref} is not in {store.root}")
+            problems.append(f"{ref} is not in {store.place}")
             return
         for parent in manifest.parents.values():
             visit(parent)

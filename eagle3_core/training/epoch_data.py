@@ -28,22 +28,22 @@ class EpochData:
         self._began, self._before, self.waited_seconds = time.time(), replace(self._source.counts), 0.0
 
     def figures(self) -> dict[str, float]:
-        """Seconds and bytes, by name."""
-        counts = self._source.counts
+        """Seconds and gigabytes, by name."""
+        from_store, from_cache = self._bytes()
         return {
             "data_wait_seconds": round(self.waited_seconds, 3),
-            "bytes_from_store": float(counts.from_origin - self._before.from_origin),
-            "bytes_from_cache": float(counts.from_cache - self._before.from_cache),
+            "gb_from_store": from_store / 1e9,
+            "gb_from_cache": from_cache / 1e9,
         }
 
     def line(self) -> str:
         """The same for the log, and what turned out damaged."""
-        figures, counts = self.figures(), self._source.counts
-        stored, cached = (
-            ByteSize(int(figures[name])).human_readable(decimal=True)
-            for name in ("bytes_from_store", "bytes_from_cache")
-        )
-        damaged = counts.num_damaged - self._before.num_damaged
+        stored, cached = (ByteSize(size).human_readable(decimal=True) for size in self._bytes())
+        damaged = self._source.counts.num_damaged - self._before.num_damaged
         again = f"; {damaged} samples were damaged and read again" if damaged else ""
         read = f"{stored} from the store, {cached} from the cache"
         return f"waited {self.waited_seconds:.1f} s for data: {read}{again}"
+
+    def _bytes(self) -> tuple[int, int]:
+        counts, before = self._source.counts, self._before
+        return counts.from_origin - before.from_origin, counts.from_cache - before.from_cache
