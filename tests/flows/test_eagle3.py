@@ -101,7 +101,7 @@ def test_each_stage_has_an_artifact_each_step_its_progress_and_each_manifest_a_p
         {f"eagle3-{stage}" for stage in STAGES}
         | {f"eagle3-{stage}-progress" for stage in STEP_STAGES}
         | {f"eagle3-manifest-{kind}" for kind in MAKING_STAGE}
-        | {"eagle3-verify-table", "eagle3-cleanup-table"}
+        | {f"eagle3-{stage}-table" for stage in ("plan", "verify", "cleanup")}
     )
     assert artifacts["eagle3-train-progress"].data == 100.0
     capture = record_of(config).stage("extract").artifacts[0]
