@@ -40,7 +40,8 @@ from eagle3_core.store.files import READ_BYTES, sync_folder
 from eagle3_core.store.local import HASHING_THREADS, LocalStore
 from eagle3_core.store.open import open_store
 from eagle3_core.store.samples import SamplePlace, SampleSource, open_samples
-from eagle3_core.store.shards import CapturedSample, PackedShard, ShardLayout, write_packed_shard, write_shard
+from eagle3_core.store.shard_writer import write_packed_shard, write_shard
+from eagle3_core.store.shards import CapturedSample, PackedShard, ShardLayout
 
 AUX_IDS = (2, 16, 29)
 PLAN = ArtifactPlan(kind="capture", identity={"benchmark": "store"})

@@ -20,7 +20,8 @@ from eagle3_core.errors import CaptureError
 from eagle3_core.store.dataset import Sample
 from eagle3_core.store.disk import is_no_space
 from eagle3_core.store.files import write_atomic
-from eagle3_core.store.shards import CapturedSample, PackedShard, PlannedShard, ShardFile
+from eagle3_core.store.shard_writer import ShardFile
+from eagle3_core.store.shards import CapturedSample, PackedShard, PlannedShard
 
 if TYPE_CHECKING:
     import torch

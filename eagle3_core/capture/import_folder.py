@@ -30,7 +30,8 @@ from eagle3_core.store.dataset import DATASET_FILE, Sample, content_hash, write_
 from eagle3_core.store.files import atomic_file
 from eagle3_core.store.local import LocalStore
 from eagle3_core.store.open import open_store
-from eagle3_core.store.shards import CapturedSample, PlannedShard, ShardLayout, plan_shards, write_shard
+from eagle3_core.store.shard_writer import write_shard
+from eagle3_core.store.shards import CapturedSample, PlannedShard, ShardLayout, plan_shards
 from eagle3_core.target.info import TargetInfo, inspect_target
 
 logger = logging.getLogger(__name__)

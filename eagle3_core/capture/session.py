@@ -36,7 +36,8 @@ from eagle3_core.errors import EXIT_BUG, EXIT_OK, EXIT_USER_ERROR, Eagle3Error
 from eagle3_core.step import LOG_FORMAT, end_with_descendants
 from eagle3_core.store.dataset import Sample, read_dataset
 from eagle3_core.store.files import write_atomic
-from eagle3_core.store.shards import PackedShard, PlannedShard, write_packed_shard
+from eagle3_core.store.shard_writer import write_packed_shard
+from eagle3_core.store.shards import PackedShard, PlannedShard
 from eagle3_core.target.info import inspect_target
 
 EVENT_PREFIX = "@eagle3-session "

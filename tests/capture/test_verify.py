@@ -29,7 +29,8 @@ from eagle3_core.store.dataset import Sample
 from eagle3_core.store.files import file_entry
 from eagle3_core.store.layout import ShardIndex
 from eagle3_core.store.local import LocalStore
-from eagle3_core.store.shards import CapturedSample, ShardReader, write_shard
+from eagle3_core.store.shard_writer import write_shard
+from eagle3_core.store.shards import CapturedSample, ShardReader
 from eagle3_core.target.info import inspect_target
 from eagle3_core.training import train
 from tests.capture.runs import capture_folder, capture_spec, make_samples, verify_spec

@@ -18,7 +18,8 @@ from eagle3_core.store.layout import ByteRange
 from eagle3_core.store.local import LocalStore
 from eagle3_core.store.sample_cache import SampleCache
 from eagle3_core.store.samples import SamplePlace, SampleSource, adjacent, pieces
-from eagle3_core.store.shards import CapturedSample, ShardLayout, ShardReader, write_shard
+from eagle3_core.store.shard_writer import write_shard
+from eagle3_core.store.shards import CapturedSample, ShardLayout, ShardReader
 
 pytestmark = pytest.mark.engine
 PLAN = ArtifactPlan(kind="capture", identity={"test": 1})

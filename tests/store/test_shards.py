@@ -26,6 +26,7 @@ from eagle3_core.store.dataset import Sample
 from eagle3_core.store.files import TEMPORARY_PREFIX, file_entry, file_problem
 from eagle3_core.store.layout import SHARD_METADATA_KEY, ShardIndex
 from eagle3_core.store.local import LocalStore
+from eagle3_core.store.shard_writer import write_packed_shard, write_shard
 from eagle3_core.store.shards import (
     CapturedSample,
     PackedShard,
@@ -34,8 +35,6 @@ from eagle3_core.store.shards import (
     decode_sample,
     plan_shards,
     shard_file_bytes,
-    write_packed_shard,
-    write_shard,
 )
 from tests.kills import num_kills
 

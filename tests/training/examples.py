@@ -24,7 +24,8 @@ from eagle3_core.identity import (
 )
 from eagle3_core.store.dataset import DATASET_FILE, Sample, content_hash, write_dataset
 from eagle3_core.store.local import LocalStore
-from eagle3_core.store.shards import CapturedSample, ShardLayout, write_shard
+from eagle3_core.store.shard_writer import write_shard
+from eagle3_core.store.shards import CapturedSample, ShardLayout
 from eagle3_core.target.info import TargetInfo
 
 AUX_IDS = (1, 2, 3)
