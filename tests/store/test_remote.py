@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import random
-import signal
-import subprocess
-import sys
-import threading
 import time
 from pathlib import Path
 
@@ -26,14 +21,13 @@ from eagle3_core.errors import (
 from eagle3_core.sections import ObjectStoreConfig
 from eagle3_core.store import object_wire, objects, uploads
 from eagle3_core.store.condemned import condemn
-from eagle3_core.store.files import file_entry, hash_file
+from eagle3_core.store.files import file_entry
 from eagle3_core.store.remote import RemoteStore
 from tests.doubles.s3 import BUCKET, MIB, S3, Answer, Cut, Request, Slow, first
 
 PLAN = ArtifactPlan(kind="capture", identity={"states": 1})
 SMALL = ArtifactPlan(kind="checkpoint", identity={"weights": 1})
 PREFIX = f"store/{PLAN.ref}"
-KILLS = int(os.environ.get("EAGLE3_KILLS", "8")) // 4
 
 
 class StopError(Exception):
@@ -280,17 +274,16 @@ def test_another_host_goes_on_where_this_one_stopped(s3: S3, tmp_path: Path) -> 
 
 def test_a_save_that_is_cut_off_leaves_the_one_before_whole(s3: S3, tmp_path: Path) -> None:
     here, there = make_store(s3, tmp_path / "here"), make_store(s3, tmp_path / "there")
+    broken = Answer(500, "InternalError")
     with contextlib.suppress(StopError), here.writer(SMALL) as writer:
         for step in (1, 2):
             if step == 2:  # its last file never arrives
-                s3.proxy.rules.append(lambda r: Slow(1) if r.target.endswith("/resume.json") else None)
+                s3.proxy.rules.append(lambda r: broken if r.target.endswith("/resume.json") else None)
             (writer.folder / "metrics.jsonl").write_text(f"step {step}")
             (writer.folder / "resume.json").unlink(missing_ok=True)
             (writer.folder / "resume.json").write_text(f"step {step}")
-            s3.proxy.seen.clear()
             writer.save_progress(step, ["resume.json"], ["metrics.jsonl"])
-            wait_for(lambda: any(r.method == "PUT" and "resume.json" in r.target for r in s3.proxy.seen))
-            wait_for(lambda: step == 2 or not writer.progress.is_saving)  # noqa: B023
+            wait_for(lambda: not writer.progress.is_saving)
         raise StopError
     s3.proxy.rules.clear()
     with there.writer(SMALL) as writer:
@@ -330,95 +323,3 @@ def test_a_bucket_that_may_only_be_read_is_found_by_writing(
     with pytest.raises(ObjectAccessError, match=r"put_object of s3://.* is not permitted"):
         make_store(s3, tmp_path).check_writable()
     s3.require_credentials(False)
-
-
-WORKER = """
-import sys
-from pathlib import Path
-from tests.store import test_remote as tests
-from tests.doubles.s3 import S3, Proxy
-
-class At:
-    url = sys.argv[1]
-
-s3 = S3(sys.argv[1], At())
-store = tests.make_store(s3, Path(sys.argv[2]))
-tests.write_all(store)
-"""
-BIG = 6 * MIB
-COUNT = 3
-
-
-def write_all(store: RemoteStore) -> dict[str, str]:
-    with store.writer(PLAN, wait_seconds=30.0) as writer:
-        for number in range(COUNT):
-            if f"shard-{number}.safetensors" not in writer.files:
-                writer.record(shard(writer.folder, number, BIG))
-        manifest = writer.complete()
-    return {entry.path: entry.xxh3_128 for entry in manifest.files}
-
-
-def test_kill_9_at_any_moment_of_uploading_loses_nothing_and_shows_nothing_half_made(
-    s3: S3, tmp_path: Path
-) -> None:
-    wanted = {}
-    for number in range(COUNT):
-        entry = shard(tmp_path, number, BIG)
-        wanted[entry.path] = entry.xxh3_128
-    s3.proxy.rules.append(lambda request: Slow(20 * MIB) if request.part else None)
-    moments, killed = random.Random(0), 0
-    for round_number in range(KILLS):
-        mirror = tmp_path / f"mirror-{round_number}"
-        process = subprocess.Popen([sys.executable, "-c", WORKER, s3.proxy.url, str(mirror)])
-        wait_for(lambda: any(r.part for r in s3.proxy.seen), 60.0)
-        time.sleep(moments.uniform(0.0, 1.5))
-        process.send_signal(signal.SIGKILL)
-        killed += process.wait() == -signal.SIGKILL
-        check_after_kill(s3, make_store(s3, tmp_path / "looker"), tmp_path)
-
-        assert write_all(make_store(s3, mirror)) == wanted
-        assert s3.open_uploads() == []
-        assert sorted(s3.keys()) == [
-            f"{PREFIX}/manifest.json",
-            *(f"{PREFIX}/{name}" for name in sorted(wanted)),
-        ]
-        for key in s3.keys():  # noqa: SIM118
-            s3.client().delete_object(Bucket=BUCKET, Key=key)
-        s3.proxy.seen.clear()
-    assert killed
-
-
-def check_after_kill(s3: S3, store: RemoteStore, originals: Path) -> None:
-    """What a manifest names is whole in the bucket, and no shard is there but a whole one."""
-    found = store.find(PLAN.ref)
-    for entry in found.files if found else ():
-        with store.shard_file(found, entry.path) as path:  # type: ignore[arg-type]
-            assert hash_file(path) == hash_file(originals / entry.path)
-    for key, size in s3.keys(PREFIX).items():
-        assert size == BIG or not key.endswith(".safetensors")
-
-
-def test_uploads_that_a_killed_process_left_open_are_aborted_by_the_next_writer(
-    s3: S3, tmp_path: Path
-) -> None:
-    for name in ("shard-0.safetensors", "shard-9.safetensors"):
-        s3.client().create_multipart_upload(Bucket=BUCKET, Key=f"{PREFIX}/{name}")
-    elsewhere = s3.client().create_multipart_upload(Bucket=BUCKET, Key="store/capture/other/x")
-    assert elsewhere["UploadId"]
-    with make_store(s3, tmp_path).writer(PLAN):
-        assert s3.open_uploads() == ["store/capture/other/x"]
-
-
-def test_an_interrupted_writer_leaves_no_parts(s3: S3, tmp_path: Path) -> None:
-    s3.proxy.rules.append(lambda request: Slow(MIB) if request.part else None)
-    store = make_store(s3, tmp_path)
-
-    def interrupt() -> None:
-        wait_for(lambda: {1, 2} <= s3.proxy.parts().keys())
-        os.kill(os.getpid(), signal.SIGINT)
-
-    threading.Thread(target=interrupt).start()
-    with pytest.raises(KeyboardInterrupt):
-        write_all(store)
-    assert s3.open_uploads() == []
-    assert [*s3.keys()] == [f"{PREFIX}/manifest.json"]
