@@ -38,7 +38,8 @@ from eagle3_core.identity import prompt_facts
 from eagle3_core.step import Progress
 from eagle3_core.store.dataset import DATASET_FILE, Sample, content_hash, write_dataset
 from eagle3_core.store.files import file_entry, write_atomic
-from eagle3_core.store.local import ArtifactWriter, LocalStore
+from eagle3_core.store.local import ArtifactWriter
+from eagle3_core.store.open import open_store
 
 FAULT = "EAGLE3_TEST_FAULT"
 """JSON: {"step": name, "kind": one of FAULTS}."""
@@ -201,7 +202,7 @@ def _verify(spec: StepSpec, progress: Progress) -> VerifyResult:
         bad_samples=[],
     )
     capture = spec.inputs.get("capture")
-    content = LocalStore(spec.config.store_path).read(capture).content if capture else None
+    content = open_store(spec.config).read(capture).content if capture else None
     return _complete(spec, "verification", result, capture_content=content)
 
 
@@ -229,7 +230,7 @@ def _train(spec: StepSpec, progress: Progress) -> TrainResult:
 
 
 def _export(spec: StepSpec, progress: Progress) -> ExportResult:
-    folder = LocalStore(spec.config.store_path).folder(spec.outputs["export"].ref)
+    folder = open_store(spec.config).folder(spec.outputs["export"].ref)
     return _complete(spec, "export", ExportResult(path=str(folder), bytes=10, engines=["vllm"]))
 
 
@@ -252,7 +253,7 @@ def _benchmark(spec: StepSpec, progress: Progress) -> BenchmarkResult:
 def _import_capture(spec: ImportSpec) -> ImportResult:
     """A dataset and a capture of one file each."""
     refs = {}
-    store = LocalStore(spec.config.store_path)
+    store = open_store(spec.config)
     for kind in ("dataset", "capture"):
         plan = ArtifactPlan(kind=kind, identity={"engine": f"imported {spec.format}", "from": spec.folder})
         with store.writer(plan) as writer:
@@ -311,7 +312,7 @@ def _sample(index: int) -> Sample:
 
 def _writer(spec: StepSpec, kind: str) -> Any:
     plan: ArtifactPlan = spec.outputs[kind]
-    return LocalStore(spec.config.store_path).writer(plan, spec.run_id)
+    return open_store(spec.config).writer(plan, spec.run_id)
 
 
 def _write_text(writer: ArtifactWriter, name: str) -> None:
