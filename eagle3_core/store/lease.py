@@ -183,16 +183,6 @@ def hold_lease(
         lease.release()
 
 
-def is_held_elsewhere(client: ObjectClient, folder: str, stale_seconds: float = STALE_SECONDS) -> bool:
-    """Whether a living process other than this one writes an artifact of a bucket."""
-    lease = Lease(client, f"{folder}/{LEASE_NAME}", None, stale_seconds)
-    found = lease._read()
-    if found is None:
-        return False
-    owner, facts = found
-    return owner.get("process") != str(ProcessId.current()) and not lease._is_free(owner, facts)
-
-
 def _now() -> float:
     """Seconds that also pass while this host sleeps."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
