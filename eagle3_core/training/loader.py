@@ -31,6 +31,7 @@ from eagle3_core.training.rows import plan_rows
 from eagle3_core.training.ttt import Pack
 
 READ_AHEAD_PACKS = 2
+LEAVING_SECONDS = 10.0
 OPEN_PACKS = 8
 """Packs that are filled side by side: a sample goes into the first of them with room for it."""
 
@@ -238,7 +239,7 @@ class ReadAhead:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stop.set()
-        self._thread.join()
+        self._thread.join(LEAVING_SECONDS)  # it may be waiting for a store that cannot be reached
 
     def _packs(self) -> Iterator[Pack]:
         while (item := self._next()) is not None:
