@@ -59,6 +59,7 @@ class RemoteWriter(ArtifactWriter):
             entry.path: entry for entry in (found.files if found else ()) if entry.path not in bad
         }
         self.is_complete = found is not None and found.state == "complete" and not bad
+        self._drop_shards(self._proven)
         intact = self._intact_here([manifest for manifest in (found, mirrored) if manifest])
         for path in bad.keys() - {entry.path for entry in intact}:
             (self.folder / path).unlink(missing_ok=True)
@@ -161,9 +162,13 @@ class RemoteWriter(ArtifactWriter):
             if entry.path in self.files:
                 self.files[entry.path] = entry
         self._put_proven()
+        self._drop_shards(entry.path for entry in entries)
+
+    def _drop_shards(self, paths: Iterable[str]) -> None:
+        """Remove the local copies of shards that the bucket holds and its manifest names."""
         if self.ref.kind == "capture":
-            for entry in entries:
-                (self.folder / entry.path).unlink(missing_ok=True)
+            for path in paths:
+                (self.folder / path).unlink(missing_ok=True)
 
     def _put_proven(self) -> None:
         """Put the manifest of what the bucket holds so far."""

@@ -135,6 +135,15 @@ def test_a_local_shard_stays_until_the_bucket_has_it_proven_and_named(s3: S3, tm
         assert named(store) == ["shard-0.safetensors"]
 
 
+def test_a_local_shard_that_a_kill_left_behind_goes_with_the_next_writer(s3: S3, tmp_path: Path) -> None:
+    store = make_store(s3, tmp_path)
+    make(store, 1)
+    shard(store.folder(PLAN.ref), 0)
+    with store.writer(PLAN) as writer:
+        assert writer.is_complete
+    assert [path.name for path in store.folder(PLAN.ref).iterdir()] == ["manifest.json"]
+
+
 def test_an_upload_that_fails_surfaces_and_the_shard_is_kept_for_the_next_run(s3: S3, tmp_path: Path) -> None:
     store = make_store(s3, tmp_path)
     s3.proxy.rules.append(lambda request: Cut(0) if is_shard(request) else None)
