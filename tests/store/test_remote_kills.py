@@ -53,15 +53,16 @@ def test_kill_9_at_any_moment_of_uploading_loses_nothing_and_shows_nothing_half_
     for number in range(COUNT):
         entry = shard(tmp_path, number, BIG)
         wanted[entry.path] = entry.xxh3_128
-    s3.proxy.rules.append(lambda request: Slow(20 * MIB) if request.part else None)
     moments, killed = random.Random(0), 0
     for round_number in range(KILLS):
         mirror = tmp_path / f"mirror-{round_number}"
+        s3.proxy.rules.append(lambda request: Slow(4 * MIB) if request.part else None)
         process = subprocess.Popen([sys.executable, "-c", WORKER, s3.proxy.url, str(mirror)])
         wait_for(lambda: any(r.part for r in s3.proxy.seen), 60.0)
-        time.sleep(moments.uniform(0.0, 1.5))
+        time.sleep(moments.uniform(0.0, 1.4))
         process.send_signal(signal.SIGKILL)
         killed += process.wait() == -signal.SIGKILL
+        s3.proxy.rules.clear()
         check_after_kill(s3, make_store(s3, tmp_path / "looker"), tmp_path)
 
         assert write_all(make_store(s3, mirror)) == wanted
