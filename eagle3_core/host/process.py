@@ -94,6 +94,8 @@ def run_step(
             if not isinstance(error, TimeoutError):
                 raise
             raise _timeout_error(name, files, output.tail, timeout_seconds or 0.0) from None
+        finally:
+            output.tell_unwritten()
     return _result(name, status, files, output)
 
 
@@ -136,14 +138,22 @@ class _Output:
 
     def _write(self, text: str) -> None:
         """Add a line to the log; one that cannot be written is counted and does not end the step."""
-        lost = f"{self._unwritten} lines could not be written here\n" if self._unwritten else ""
         try:
-            self._log.write(f"{lost}{text}\n".encode(errors="replace"))
-            self._unwritten = 0
+            self.tell_unwritten()
+            self._log.write(f"{text}\n".encode(errors="replace"))
         except OSError as error:
             self._unwritten += 1
             if self._unwritten == 1 and self._on_line:
                 self._on_line(f"WARNING the step's log cannot be written ({error.strerror}); it goes on")
+
+    def tell_unwritten(self) -> None:
+        """Say in the log how many lines before could not be written, if it can be written now."""
+        if not self._unwritten:
+            return
+        note = f"{self._unwritten} lines could not be written here\n".encode()
+        with contextlib.suppress(OSError):
+            if self._log.write(note) == len(note):
+                self._unwritten = 0
 
 
 class _StepFiles:
