@@ -177,6 +177,7 @@ def write_missing(store: LocalStore) -> dict[str, str]:
     return {entry.path: entry.xxh3_128 for entry in manifest.files}
 
 
+@pytest.mark.timeout(3600)
 def test_kill_9_at_any_moment_leaves_no_half_file_and_a_rerun_ends_with_the_same_hashes(
     tmp_path: Path,
 ) -> None:

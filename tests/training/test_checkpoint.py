@@ -107,6 +107,7 @@ for step in itertools.count(1 + (state["step"] if state else 0)):
 """
 
 
+@pytest.mark.timeout(3600)
 def test_a_writer_killed_at_any_moment_leaves_a_loadable_newest_state(tmp_path: Path) -> None:
     reached = 0
     for _ in range(num_kills(4)):
