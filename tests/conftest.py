@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -39,3 +40,11 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         mark for mark, module in REQUIREMENTS.items() if mark in text and not importlib.util.find_spec(module)
     ]
     return True if missing else None
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_reservations(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Tests reserve no space of the host's runs, and see none of theirs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield
