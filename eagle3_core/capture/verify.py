@@ -47,6 +47,7 @@ from eagle3_core.step import Progress
 from eagle3_core.store.condemned import condemn
 from eagle3_core.store.dataset import Sample, read_dataset
 from eagle3_core.store.files import write_atomic
+from eagle3_core.store.files_ahead import FilesAhead
 from eagle3_core.store.open import open_store
 from eagle3_core.store.shards import CapturedSample, PlannedShard, ShardLayout, ShardReader, plan_shards
 from eagle3_core.target.info import TargetInfo, inspect_target
@@ -79,16 +80,17 @@ def run(spec: StepSpec, progress: Progress) -> VerifyResult:
         for key, reason in entry.facts.get("quarantined", {}).items()
     }
     checker = CaptureChecker(config, info, samples, layout, len(shards), left_out)
-    for shard in shards:
-        try:
-            with store.shard_file(manifest, shard.file_name) as path:
-                checker.read(path, shard)
-        except StoreError as error:
-            if isinstance(error, ObjectStoreError) and not isinstance(error, LostObjectError):
-                raise
-            checker.damaged(shard, str(error))
-        message = f"{len(checker.findings.damaged)} bad shards, {len(checker.findings.bad)} bad samples"
-        progress(shard.index + 1, len(shards), "shards", message, force=True)
+    with FilesAhead(store, manifest, [shard.file_name for shard in shards]) as files:
+        for shard in shards:
+            try:
+                with files.file(shard.file_name) as path:
+                    checker.read(path, shard)
+            except StoreError as error:
+                if isinstance(error, ObjectStoreError) and not isinstance(error, LostObjectError):
+                    raise
+                checker.damaged(shard, str(error))
+            message = f"{len(checker.findings.damaged)} bad shards, {len(checker.findings.bad)} bad samples"
+            progress(shard.index + 1, len(shards), "shards", message, force=True)
     wrong = condemned_shards(checker.findings, config.verify)
     condemn(store, manifest, wrong)
     result = checker.findings.result(len(shards), len(samples) - len(left_out), wrong)

@@ -19,6 +19,7 @@ from eagle3_core.host.inspect import GIB, free_disk_bytes
 from eagle3_core.host.volume import volume_of
 from eagle3_core.planning import MAKING_STAGE
 from eagle3_core.store.disk import folder_bytes
+from eagle3_core.store.files_ahead import NUM_FILES
 from eagle3_core.store.reserve import Reservations
 
 RUN_FOLDER_BYTES = 160_000
@@ -170,13 +171,12 @@ def _remote_capture(
 def _remote_readers(
     config: RunConfig, capture: int, wanted: Collection[Stage], shard_bytes: int
 ) -> list[SpaceItem]:
-    """What reading a capture from a bucket takes: a shard at a time, and the cache of samples."""
+    """What reading a capture from a bucket takes: shards that are verified, and the cache of samples."""
     items = []
     if "verify" in wanted:
         path = str(config.store_path / "scratch")
-        items.append(
-            SpaceItem(what="a shard to verify", stage="verify", path=path, bytes=0, peak_bytes=shard_bytes)
-        )
+        peak = min(capture, NUM_FILES * shard_bytes)
+        items.append(SpaceItem(what="shards to verify", stage="verify", path=path, bytes=0, peak_bytes=peak))
     if "train" in wanted:
         folder = config.workspace_path.joinpath(*SAMPLE_CACHE)
         size = max(0, min(capture, int(config.object_store.cache_bytes)) - folder_bytes(folder))

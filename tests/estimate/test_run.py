@@ -135,7 +135,7 @@ def test_a_cache_of_samples_that_is_too_large_is_made_smaller(
     remote = config.model_copy(update={"store": "s3://bucket/prefix"})
     monkeypatch.setattr("eagle3_core.planning.open_store", lambda _: plan.store)
     whole = estimate_run(plan_run(remote)).file_systems[0]
-    assert {"sample cache", "a shard to verify"} <= {one.what for one in whole.items}
+    assert {"sample cache", "shards to verify"} <= {one.what for one in whole.items}
     assert any("on its way to s3://bucket/prefix" in one.what for one in whole.items)
     estimate = with_free(monkeypatch, whole.need_bytes - 1000, remote)
     option = next(one for one in estimate.options if one.change.startswith("object_store.cache_bytes="))
