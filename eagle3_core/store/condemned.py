@@ -6,16 +6,28 @@ it holds for that content alone. It goes when the artifact is complete again.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
 from eagle3_core.artifacts import ArtifactRef, Manifest
+from eagle3_core.errors import StoreError
 
 if TYPE_CHECKING:
     from eagle3_core.store.local import LocalStore
 
 PLACE = "condemned"
+
+
+class Fault(BaseModel):
+    """What was found of one file."""
+
+    content: str
+    reason: str
+
+
+RECORD = TypeAdapter(dict[str, Fault])
 
 
 def condemn(store: LocalStore, manifest: Manifest, reasons: Mapping[str, str]) -> None:
@@ -32,8 +44,8 @@ def condemn(store: LocalStore, manifest: Manifest, reasons: Mapping[str, str]) -
     for path, reason in reasons.items():
         entry = manifest.file(path)
         if entry is not None and path not in known:
-            record[path] = {"content": entry.xxh3_128, "reason": " ".join(reason.split())}
-    store.notes(PLACE).write(_name(manifest.ref), json.dumps(record, indent=1))
+            record[path] = Fault(content=entry.xxh3_128, reason=" ".join(reason.split()))
+    store.notes(PLACE).write(_name(manifest.ref), RECORD.dump_json(record, indent=1).decode())
 
 
 def condemned(store: LocalStore, manifest: Manifest) -> dict[str, str]:
@@ -41,9 +53,9 @@ def condemned(store: LocalStore, manifest: Manifest) -> dict[str, str]:
     record = _read(store, manifest.ref)
     contents = {entry.path: entry.xxh3_128 for entry in manifest.files}
     return {
-        path: f"{path} is to be made anew: {found['reason']}"
+        path: f"{path} is to be made anew: {found.reason}"
         for path, found in record.items()
-        if contents.get(path) == found["content"]
+        if contents.get(path) == found.content
     }
 
 
@@ -56,6 +68,12 @@ def _name(ref: ArtifactRef) -> str:
     return f"{ref.kind}-{ref.id}.json"
 
 
-def _read(store: LocalStore, ref: ArtifactRef) -> dict[str, dict[str, str]]:
+def _read(store: LocalStore, ref: ArtifactRef) -> dict[str, Fault]:
     text = store.notes(PLACE).read(_name(ref))
-    return json.loads(text) if text else {}
+    try:
+        return RECORD.validate_json(text or "{}")
+    except ValidationError as error:
+        raise StoreError(
+            f"the note {PLACE}/{_name(ref)} in {store.place} cannot be read",
+            remedy=f"remove it and check what it was about with `eagle3 verify {ref}`",
+        ) from error

@@ -8,6 +8,7 @@ import uuid
 from pathlib import Path
 from typing import Protocol
 
+from eagle3_core.errors import StoreError
 from eagle3_core.store.files import TEMPORARY_PREFIX, write_atomic
 
 
@@ -46,11 +47,17 @@ class FolderNotes:
         write_atomic(self._folder / name, text)
 
     def read(self, name: str) -> str | None:
-        """Its text, or None."""
+        """Its text, or None.
+
+        Raises:
+            StoreError: it cannot be read.
+        """
         try:
-            return (self._folder / name).read_text()
+            return (self._folder / name).read_text(errors="replace")
         except FileNotFoundError:
             return None
+        except OSError as error:
+            raise StoreError(f"the note {self._folder / name} cannot be read ({error.strerror})") from error
 
     def ages(self) -> dict[str, float]:
         """Names of all notes, and the seconds since each was written or touched."""

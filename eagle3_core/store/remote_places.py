@@ -37,7 +37,7 @@ class ObjectNotes:
     def read(self, name: str) -> str | None:
         """Its text, or None."""
         found = self._client.get_bytes(self._key(name))
-        return found[0].decode() if found else None
+        return found[0].decode(errors="replace") if found else None
 
     def ages(self) -> dict[str, float]:
         """Names of all notes, and the seconds since each was written or touched."""

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from eagle3_core.artifacts import ArtifactPlan, Manifest
+from eagle3_core.errors import StoreError
 from eagle3_core.store.condemned import condemn, condemned
 from eagle3_core.store.files import file_entry
 from eagle3_core.store.local import LocalStore
@@ -66,3 +67,11 @@ def test_the_first_reason_stays_and_files_that_the_manifest_does_not_name_are_ig
         "a": "a is to be made anew: too",
         "b": "b is to be made anew: first",
     }
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"a": {"content": "x"}}'])
+def test_a_note_that_cannot_be_read_is_one_line_with_the_way_out(store: LocalStore, text: str) -> None:
+    manifest = make(store)
+    store.notes("condemned").write(f"capture-{PLAN.ref.id}.json", text)
+    with pytest.raises(StoreError, match=f"cannot be read; remove it and check .* verify {PLAN.ref}"):
+        store.problems(manifest)

@@ -78,7 +78,8 @@ def test_a_note_of_another_host_counts_until_nobody_has_touched_it_for_long(tmp_
     assert not stale.exists()
 
 
-def test_a_note_that_cannot_be_read_stops_the_search_for_what_may_go(tmp_path: Path) -> None:
-    note(tmp_path, "r", "1:1:x", "b").write_text("{")
+@pytest.mark.parametrize("content", [b"{", b"\xff"])
+def test_a_note_that_cannot_be_read_stops_the_search_for_what_may_go(tmp_path: Path, content: bytes) -> None:
+    note(tmp_path, "r", "1:1:x", "b").write_bytes(content)
     with pytest.raises(StoreError, match=r"uses/r\.json .* cannot be read; remove it if no run"):
         current_uses(LocalStore(tmp_path))
