@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from eagle3_core.artifacts import ArtifactRef, Manifest
 from eagle3_core.errors import StoreError
 from eagle3_core.sections import RetentionConfig
+from eagle3_core.store.condemned import condemned
 from eagle3_core.store.local import LocalStore
 from eagle3_core.store.retention import Verdict, ancestors, decide, decide_abandoned
 from eagle3_core.store.trash import Trash, TrashEntry, expired
@@ -80,7 +81,8 @@ def collect_garbage(
     if missing:
         raise StoreError(f"{', '.join(missing)} is not in {store.place}", remedy="`eagle3 gc` lists what is")
     in_use = dict(also_in_use or {}) | used_artifacts(current_uses(store))
-    verdicts = decide(manifests, policy, now, in_use, forced, [str(ref) for ref, _ in unreadable])
+    wrong = {one.ref for one in manifests if one.ref.kind == "capture" and condemned(store, one)}
+    verdicts = decide(manifests, policy, now, in_use, forced, [str(ref) for ref, _ in unreadable], wrong)
     verdicts += [_unreadable_verdict(ref, why, forced) for ref, why in unreadable]
     verdicts += [
         decide_abandoned(ref, size, changed, policy, now, in_use, forced)

@@ -66,6 +66,7 @@ def decide(
     in_use: Mapping[ArtifactRef, str],
     forced: Collection[ArtifactRef] = (),
     unreadable: Sequence[str] = (),
+    condemned: Collection[ArtifactRef] = (),
 ) -> list[Verdict]:
     """The fate of every artifact, in the order in which they may go: what was made from others first.
 
@@ -77,8 +78,9 @@ def decide(
         forced: artifacts that a person has named.
         unreadable: artifacts whose manifests cannot be read. What they were made from is not known, so with
             any of them no policy moves anything.
+        condemned: captures of which shards were found wrong after all: they replace none.
     """
-    shelf = _Shelf(list(manifests))
+    shelf = _Shelf(list(manifests), condemned)
     pinned = {ArtifactRef.parse(text) for text in policy.keep}
     guards = {
         manifest.ref: [
@@ -153,7 +155,8 @@ def created(manifest: Manifest) -> datetime:
 class _Shelf:
     """The store's manifests, and what they say of each other."""
 
-    def __init__(self, manifests: list[Manifest]) -> None:
+    def __init__(self, manifests: list[Manifest], condemned: Collection[ArtifactRef]) -> None:
+        self._condemned = condemned
         self.manifests = sorted(
             manifests, key=lambda one: (GOING_ORDER.index(one.ref.kind), created(one), one.ref.id)
         )
@@ -169,13 +172,14 @@ class _Shelf:
 
     @cached_property
     def verified(self) -> set[ArtifactRef]:
-        """Captures of which a verification of the very same files exists."""
+        """Captures of which a verification of the very same files exists, and none was found wrong later."""
         checked = {
             (one.parents.get("capture"), one.facts.get("capture_content"))
             for one in self.of_kind("verification")
             if one.state == "complete"
         }
-        return {one.ref for one in self.of_kind("capture") if (one.ref, one.content) in checked}
+        captures = [one for one in self.of_kind("capture") if one.ref not in self._condemned]
+        return {one.ref for one in captures if (one.ref, one.content) in checked}
 
     @cached_property
     def measured(self) -> set[ArtifactRef | None]:

@@ -18,6 +18,7 @@ from eagle3_core.errors import FolderInUseError, StoreError
 from eagle3_core.sections import RetentionConfig
 from eagle3_core.store import collect
 from eagle3_core.store.collect import GcReport, collect_garbage, restore
+from eagle3_core.store.condemned import condemn, pardon
 from eagle3_core.store.files import file_problem
 from eagle3_core.store.local import LocalStore
 from eagle3_core.store.locks import folder_lock
@@ -348,3 +349,11 @@ def test_nothing_is_named_twice(store):
     add(store, "capture", {"target": "t"}, age_days=3)
     report = gc(store, NOTHING)
     assert [line.action for line in report.lines] == ["kept"]
+
+
+def test_a_capture_that_was_found_wrong_after_its_verification_replaces_none(store, runs):
+    old, new = runs
+    condemn(store, store.read(new.capture), {"content.bin": "of another layer"})
+    assert actions(gc(store))[str(old.capture)] == "kept"
+    pardon(store, new.capture)
+    assert actions(gc(store))[str(old.capture)] == "to trash"
