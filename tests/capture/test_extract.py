@@ -105,17 +105,23 @@ def interrupt(spec: StepSpec, monkeypatch: pytest.MonkeyPatch, after: int) -> No
 def test_a_resumed_capture_makes_only_what_is_missing(
     tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec = capture_spec(tmp_path, target, SAMPLES, capture=ONE_SHARD_EACH)
-    interrupt(spec, monkeypatch, after=4)
+    """Stopped at five of ten: the five stay as they are, and the manifest then names all ten."""
+    samples = make_samples([20, 31, 16, 40, 25, 18, 33, 22, 19, 28])
+    spec = capture_spec(tmp_path, target, samples, capture=ONE_SHARD_EACH)
     folder = capture_folder(spec)
-    manifest = LocalStore(spec.config.store_path).find(spec.outputs["capture"].ref)
+    assert not folder.exists()
+    interrupt(spec, monkeypatch, after=5)
+    store, ref = LocalStore(spec.config.store_path), spec.outputs["capture"].ref
+    manifest = store.find(ref)
     assert manifest is not None
-    assert (manifest.state, len(manifest.files)) == ("partial", 4)
+    assert (manifest.state, len(manifest.files)) == ("partial", 5)
     before = {entry.path: stamps(folder)[entry.path] for entry in manifest.files}
     result = extract.run(spec, PROGRESS)
-    assert (result.num_shards, result.num_samples) == (8, 8)
-    assert result.num_new_shards <= 4
+    assert (result.num_shards, result.num_samples) == (10, 10)
+    assert result.num_new_shards <= 5
     assert {name: stamps(folder)[name] for name in before} == before
+    names = [f"shard-{index:05d}.safetensors" for index in range(10)]
+    assert [entry.path for entry in store.read(ref).files] == names == list(stamps(folder))
 
 
 def test_a_step_of_which_every_save_fails_ends_with_an_error_and_leaves_no_shard(

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from eagle3_core.capture import extract, verify
@@ -316,6 +318,39 @@ def test_shards_with_other_contents_are_condemned_and_made_anew_by_the_next_extr
     assert {name for name in after if after[name] != before[name]} == set(names)
     assert store.is_intact(ref)
     assert verify.run(verify_spec(spec), PROGRESS).agreement == 1.0
+
+
+def change_tensors(spec: StepSpec, index: int, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    """Replace tensors of one shard as they are, counts that contradict each other included."""
+    with LocalStore(spec.config.store_path).writer(spec.outputs["capture"]) as writer:
+        path = writer.folder / f"shard-{index:05d}.safetensors"
+        with safe_open(str(path), framework="pt") as file:
+            metadata = file.metadata()
+        tensors = load_file(path)
+        change(tensors)
+        save_file(tensors, path, metadata=metadata)
+        writer.record(file_entry(writer.folder, path, **writer.files[path.name].facts))
+        writer.complete()
+
+
+def test_counts_that_contradict_each_other_behind_a_right_hash_condemn_their_shards(spec: StepSpec) -> None:
+    """N - 1 rows of states to N tokens, and a loss mask of N + 1."""
+
+    def rows_less(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["aux_states"] = tensors["aux_states"][:-1].contiguous()
+
+    def longer_mask(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["loss_mask"] = torch.cat([tensors["loss_mask"], tensors["loss_mask"][-1:]])
+
+    change_tensors(spec, 2, rows_less)
+    change_tensors(spec, 5, longer_mask)
+    assert LocalStore(spec.config.store_path).is_intact(spec.outputs["capture"].ref)
+    with pytest.raises(VerificationError, match="2 shards are not what the plan says") as error:
+        verify.run(verify_spec(spec), PROGRESS)
+    names = ["shard-00002.safetensors", "shard-00005.safetensors"]
+    assert [one["shard"] for one in error.value.details["condemned"]] == names
+    assert all("contradict" in one["reason"] for one in error.value.details["condemned"])
+    assert condemned_files(spec) == names
 
 
 def test_shards_with_more_bad_samples_than_allowed_are_made_anew(made: StepSpec, tmp_path: Path) -> None:

@@ -98,11 +98,14 @@ def test_parts_cover_the_file_and_are_at_most_ten_thousand() -> None:
 def test_dropped_connections_cost_only_their_part(
     s3: S3, shard: Path, entry: FileEntry, checksum: str
 ) -> None:
+    """Parts 2 and 5 are cut after 1 MiB, and the completion's 200 carries an error at first."""
     s3.proxy.rules += [first(1, Cut(MIB), is_part(2)), first(2, Cut(MIB), is_part(5))]
+    s3.proxy.rules.append(first(1, Answer(200, "InternalError"), lambda request: request.is_complete))
 
     proven = make_client(s3, checksum).run(upload(make_client(s3, checksum), shard, KEY, entry))
 
     assert s3.proxy.parts() == {1: 1, 2: 2, 3: 1, 4: 1, 5: 3, 6: 1}
+    assert sum(request.is_complete for request in s3.proxy.seen) == 2
     assert hashlib.sha256(stored(s3)).digest() == hashlib.sha256(shard.read_bytes()).digest()
     facts = make_client(s3, checksum).head(KEY)
     assert facts is not None
