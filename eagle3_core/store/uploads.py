@@ -41,6 +41,8 @@ from eagle3_core.store.objects import ObjectClient
 logger = logging.getLogger(__name__)
 MAX_PARTS = 10_000
 ABORT_ROUNDS = 5
+BEGIN_SECONDS = 5.0
+"""How long a cancelled upload waits for the answer to its begin."""
 PROOF_FACT = "object"
 """Under this name a manifest entry's facts say how the object was proven."""
 
@@ -162,14 +164,15 @@ async def _put_parts(
     client: ObjectClient, path: Path, key: str, entry: FileEntry, parts: Sequence[Part]
 ) -> str | None:
     """A multipart upload; returns the expected proof."""
+    begun = asyncio.ensure_future(_create(client, key, entry.xxh3_128))
     try:
-        upload_id = await _create(client, key, entry.xxh3_128)
+        upload_id = await asyncio.shield(begun)
         # What a killed process has left, and an upload whose begin was not answered.
         await abort_uploads(client, key, keep=upload_id)
         sent = await _all([partial(_put_part, client, path, key, upload_id, part) for part in parts])
         await _complete(client, key, upload_id, sent)
     except BaseException:
-        await asyncio.shield(_abort_or_say(client.enduring(0.0), key))
+        await asyncio.shield(_abort_begun(client.enduring(0.0), key, begun))
         raise
     digests = [one.digest for one in sent]
     return _expected(digests, is_whole=False, checksum=client.settings.checksum)
@@ -324,8 +327,14 @@ async def abort_uploads(client: ObjectClient, prefix: str, keep: str | None = No
     )
 
 
-async def _abort_or_say(client: ObjectClient, key: str) -> None:
-    """Abort an upload that failed; if that fails too, the first error is the one to tell."""
+async def _abort_begun(client: ObjectClient, key: str, begun: asyncio.Future[str]) -> None:
+    """Abort an upload that failed; if that fails too, the first error is the one to tell.
+
+    A begin that is on its way is waited for: given up, it could reach the server after the abort.
+    """
+    await asyncio.wait([begun], timeout=BEGIN_SECONDS)
+    begun.cancel()
+    await asyncio.gather(begun, return_exceptions=True)
     try:
         await abort_uploads(client, key)
     except ObjectStoreError as error:
