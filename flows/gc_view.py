@@ -102,7 +102,8 @@ def gc(
 
 def gc_restore(store: LocalStore, name: str, as_json: bool) -> None:
     """Put one artifact back and print it."""
-    show(restore(store, find_entry(store.trash().entries(), name)), as_json)
+    trash = store.trash()
+    show(restore(store, find_entry(trash.entries(), name, trash.manifest)), as_json)
 
 
 def show(report: GcReport, as_json: bool) -> None:
@@ -112,9 +113,12 @@ def show(report: GcReport, as_json: bool) -> None:
         return
     console = Console()
     console.print(gc_table(report))
+    restored = sum(line.bytes for line in report.lines if line.action == "restored")
     verb = "would move" if report.dry_run else "moved"
     console.print(
-        f"{verb} {format_bytes(report.trashed_bytes)} to the trash, "
+        f"put back {format_bytes(restored)} into {escape(report.store)}"
+        if restored
+        else f"{verb} {format_bytes(report.trashed_bytes)} to the trash, "
         f"{'would remove' if report.dry_run else 'removed'} {format_bytes(report.purged_bytes)} for good; "
         f"{format_bytes(report.kept_bytes)} stay in {escape(report.store)}",
         highlight=False,

@@ -21,7 +21,7 @@ from eagle3_core.store.lease import LEASE_NAME, hold_lease
 from eagle3_core.store.local import MANIFEST_NAME
 from eagle3_core.store.objects import ObjectClient
 from eagle3_core.store.trash import PURGING, STAGING, TRASH, TrashEntry
-from eagle3_core.store.uploads import abort_uploads
+from eagle3_core.store.uploads import abort_uploads, object_problem
 
 
 class ObjectNotes:
@@ -125,7 +125,8 @@ class ObjectTrash:
         """Put an artifact's manifest back.
 
         Raises:
-            StoreError: it has been made again meanwhile, or is gone from the trash.
+            StoreError: it has been made again meanwhile, is gone from the trash, or its objects are no longer
+                those that the manifest names, because a writer that began it anew has replaced some.
         """
         key = f"{TRASH}/{entry.name}"
         found = self._client.get_bytes(key)
@@ -138,8 +139,21 @@ class ObjectTrash:
                 raise StoreError(
                     f"{entry.ref} is in {self._client.root} again", remedy="move that one to the trash first"
                 )
+            self._check_objects(entry)
             self._client.put_bytes(f"{entry.ref}/{MANIFEST_NAME}", found[0])
             self._client.delete([key])
+
+    def _check_objects(self, entry: TrashEntry) -> None:
+        files = self.manifest(entry).files
+        keys = [f"{entry.ref}/{file.path}" for file in files]
+        for file, key, facts in zip(files, keys, self._client.heads(keys), strict=True):
+            if isinstance(facts, StoreError):
+                raise facts
+            if problem := object_problem(self._client.url(key), file, facts):
+                raise StoreError(
+                    f"{entry.name} cannot be restored: {problem}",
+                    remedy=f"run the stage that makes the {entry.ref.kind}",
+                )
 
     def purge(self, entry: TrashEntry) -> None:
         """Remove an artifact for good: first its name in the trash, then its objects.
@@ -164,9 +178,10 @@ class ObjectTrash:
             self._client.delete([marker])
 
     def finish(self) -> None:
-        """Go on with interrupted purges, and take away the names of artifacts that are in their place.
+        """Go on with interrupted purges, and take away names of what a crash left in its place too.
 
-        What somebody writes at this moment is left for the next time.
+        One that was begun anew has another manifest, and what is in the trash can still be restored once that
+        one is moved. What somebody writes at this moment is left for the next time.
         """
         for key in self._client.list(f"{TRASH}/{PURGING}"):
             entry = TrashEntry.parse(key.removeprefix(f"{TRASH}/{PURGING}"))
@@ -174,13 +189,19 @@ class ObjectTrash:
                 with contextlib.suppress(FolderInUseError):
                     self.purge(entry)
         for entry in self.entries():
-            if self._client.head(f"{entry.ref}/{MANIFEST_NAME}") is None:
+            if not self._is_in_place(entry):
                 continue
             with (
                 contextlib.suppress(FolderInUseError),
                 hold_lease(self._client, str(entry.ref), wait_seconds=0.0),
             ):
-                self._client.delete([f"{TRASH}/{entry.name}"])
+                if self._is_in_place(entry):
+                    self._client.delete([f"{TRASH}/{entry.name}"])
+
+    def _is_in_place(self, entry: TrashEntry) -> bool:
+        there = self._client.get_bytes(f"{entry.ref}/{MANIFEST_NAME}")
+        here = self._client.get_bytes(f"{TRASH}/{entry.name}") if there else None
+        return there is not None and here is not None and there[0] == here[0]
 
 
 def _bytes(text: bytes | None) -> int:

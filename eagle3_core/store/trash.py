@@ -13,7 +13,7 @@ import contextlib
 import errno
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -161,8 +161,8 @@ class FolderTrash:
             raise StoreError(f"{entry.name} is not in {self._root}", remedy="`eagle3 gc` lists what is")
         if folder.exists():
             self._clear(folder)
+        (source / LOCK_NAME).unlink(missing_ok=True)  # before: in its place it would be another's lock
         self._move(source, folder)
-        (folder / LOCK_NAME).unlink(missing_ok=True)
 
     def purge(self, entry: TrashEntry) -> None:
         """Remove an artifact for good: first its name, then its files, and what was staged for it.
@@ -234,8 +234,16 @@ def expired(entries: Sequence[TrashEntry], now: datetime, days: float) -> list[T
     return [entry for entry in entries if now - entry.moved_at >= timedelta(days=days)]
 
 
-def find_entry(entries: Sequence[TrashEntry], text: str) -> TrashEntry:
-    """The newest entry of the artifact that a person names by its name in the trash, KIND/ID or ID.
+def find_entry(
+    entries: Sequence[TrashEntry], text: str, manifest: Callable[[TrashEntry], Manifest] | None = None
+) -> TrashEntry:
+    """The entry of the artifact that a person names by its name in the trash, KIND/ID or ID.
+
+    Args:
+        entries: what is in the trash.
+        text: what the person says.
+        manifest: reads the manifest of one of several entries of the artifact: the newest complete one is
+            taken. Without it the newest.
 
     Raises:
         StoreError: none, or several artifacts.
@@ -246,7 +254,16 @@ def find_entry(entries: Sequence[TrashEntry], text: str) -> TrashEntry:
     if len({entry.ref for entry in matches}) != 1:
         found = ", ".join(sorted({str(entry.ref) for entry in matches or entries})[:5]) or "nothing"
         raise StoreError(f"{text!r} names no single artifact in the trash", expected=f"one of: {found}")
-    return max(matches, key=lambda entry: entry.moved_at)
+    matches.sort(key=lambda entry: entry.moved_at)
+    whole = [entry for entry in matches if manifest and len(matches) > 1 and _is_complete(manifest, entry)]
+    return (whole or matches)[-1]
+
+
+def _is_complete(manifest: Callable[[TrashEntry], Manifest], entry: TrashEntry) -> bool:
+    try:
+        return manifest(entry).state == "complete"
+    except StoreError:
+        return False
 
 
 def _size(folder: Path) -> int:

@@ -14,12 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from eagle3_core.artifacts import ArtifactRef, Manifest
+from eagle3_core.artifacts import ArtifactPlan, ArtifactRef, Manifest
 from eagle3_core.config import PROJECT_ROOT, ObjectRoot
-from eagle3_core.errors import EXIT_OK, EXIT_USER_ERROR
+from eagle3_core.errors import EXIT_OK, EXIT_USER_ERROR, StoreError
 from eagle3_core.lineage import trace
 from eagle3_core.sections import ObjectStoreConfig, RetentionConfig
 from eagle3_core.store.collect import GcReport, collect_garbage, restore
+from eagle3_core.store.files import file_entry
 from eagle3_core.store.remote import RemoteStore
 from eagle3_core.store.trash import find_entry
 from eagle3_core.store.uses import RunUse, current_uses, end_use
@@ -112,6 +113,43 @@ def test_a_run_in_progress_is_seen_by_every_host_of_the_bucket(s3, store, runs, 
     end_use(store, "r")
     gc(other)
     assert not set(store.refs()) & old.refs
+
+
+def begin_anew(store: RemoteStore, manifest: Manifest, content: bytes) -> None:
+    """As a run that is interrupted after one file."""
+    plan = ArtifactPlan(kind=manifest.ref.kind, identity=manifest.identity, parents=manifest.parents)
+    assert plan.ref == manifest.ref
+    with store.writer(plan) as writer:
+        path = writer.folder / "content.bin"
+        path.write_bytes(content)
+        writer.record(file_entry(writer.folder, path))
+
+
+def test_what_was_begun_anew_by_mistake_and_stopped_does_not_keep_the_whole_one_from_coming_back(store, runs):
+    old, _ = runs
+    before = store.read(old.dataset)
+    content = store.client.get_bytes(f"{old.dataset}/content.bin")
+    gc(store)
+    begin_anew(store, before, content[0])
+    gc(store, NOTHING, forced=[old.dataset])
+    trash = store.trash()
+    restore(store, find_entry(trash.entries(), str(old.dataset), trash.manifest))
+    assert store.read(old.dataset) == before
+    assert store.is_intact(old.dataset)
+
+
+def test_a_manifest_whose_objects_were_replaced_is_not_restored(store, runs):
+    old, _ = runs
+    before = store.read(old.dataset)
+    gc(store)
+    begin_anew(store, before, b"another")
+    gc(store, NOTHING, forced=[old.dataset])
+    trash = store.trash()
+    entry = find_entry(trash.entries(), str(old.dataset), trash.manifest)
+    with pytest.raises(StoreError, match=r"cannot be restored: .*7 bytes.*; run the stage that makes"):
+        restore(store, entry)
+    assert store.find(old.dataset) is None
+    assert entry in trash.entries()
 
 
 def test_a_purge_that_ended_half_way_cannot_be_restored_and_is_finished(s3, store, runs):
