@@ -26,6 +26,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Train an EAGLE-3 draft for a target model and measure it in the engine that will serve it.",
     epilog="A PROFILE is a YAML file or the name of one in deployments/profiles. Errors are one line and the "
@@ -243,6 +244,8 @@ def gc(
     config = _load(profile, None, overrides) if profile else None
     place = _store(config, store, workspace)
     if restore is not None:
+        if dry_run or purge or any((keep_last, older_than, over, unreferenced, keep, force, purge_after)):
+            raise ConfigError("--restore goes alone: it puts one artifact back and collects nothing")
         gc_view.gc_restore(place, restore, as_json)
         return
     policy = gc_view.policy_of(config, keep_last, older_than, over, unreferenced, keep or [])

@@ -40,6 +40,14 @@ def test_gc_without_a_policy_only_shows_what_there_is(store, runs, capsys):
     assert set(store.refs()) == runs[0].refs | runs[1].refs
 
 
+@pytest.mark.parametrize("other", [["--dry-run"], ["--purge"], ["--keep-last", "1"]])
+def test_gc_restores_nothing_where_something_else_is_asked_for_too(store, runs, capsys, other):
+    assert eagle3(store, "gc", "--older-than", "1d") == EXIT_OK
+    assert eagle3(store, "gc", "--restore", runs[0].capture.id, *other) == EXIT_USER_ERROR
+    assert "--restore goes alone" in capsys.readouterr().err
+    assert runs[0].capture not in store.refs()
+
+
 def test_gc_moves_says_why_restores_and_purges(store, runs, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     old, new = runs
