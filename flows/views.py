@@ -167,9 +167,10 @@ def _print_file_system(console: Console, system: FileSystemEstimate) -> None:
     for item in system.items:
         stays = format_bytes(item.bytes) if item.bytes else "-"
         table.add_row(f"  {item.stage}", escape(item.what), stays, format_bytes(item.peak_bytes))
-    for run_id, size in system.reserved.items():
-        table.add_row("  -", f"reserved by the run {escape(run_id)}", format_bytes(size), "")
     console.print(table)
+    for run_id, size in system.reserved.items():
+        text = f"  the run {escape(run_id)} has reserved {format_bytes(size)} of what is free"
+        console.print(text, highlight=False, soft_wrap=True)
 
 
 def _plan_row(artifact: ArtifactEstimate, estimate: RunEstimate, first: bool) -> list[str]:

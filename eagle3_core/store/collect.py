@@ -124,13 +124,30 @@ def _carry_out(
 
 
 def restore(store: LocalStore, entry: TrashEntry) -> GcReport:
-    """Put one artifact back.
+    """Put one artifact back, and with a capture the verifications that went with it.
 
     Raises:
         StoreError: it has been made again meanwhile.
     """
-    store.trash().restore(entry)
-    return _report(store, [_trash_line(entry, "restored")], False, RetentionConfig(), [])
+    trash = store.trash()
+    trash.restore(entry)
+    lines = [_trash_line(entry, "restored")]
+    for follower in _verifications_of(trash, entry.ref) if entry.ref.kind == "capture" else ():
+        with contextlib.suppress(StoreError):  # made again meanwhile: that one stays
+            trash.restore(follower)
+            lines.append(_trash_line(follower, "restored"))
+    return _report(store, lines, False, RetentionConfig(), [])
+
+
+def _verifications_of(trash: Trash, capture: ArtifactRef) -> list[TrashEntry]:
+    """Those in the trash that verify a capture: of each the one that was moved last."""
+    newest = {entry.ref: entry for entry in trash.entries() if entry.ref.kind == "verification"}
+    found = []
+    for entry in newest.values():
+        with contextlib.suppress(StoreError):  # an unreadable one verifies nothing
+            if trash.manifest(entry).parents.get("capture") == capture:
+                found.append(entry)
+    return found
 
 
 def read_manifests(store: LocalStore) -> tuple[list[Manifest], list[tuple[ArtifactRef, str]]]:
@@ -149,7 +166,7 @@ def read_manifests(store: LocalStore) -> tuple[list[Manifest], list[tuple[Artifa
 
 def _unreadable_verdict(ref: ArtifactRef, why: str, forced: Collection[ArtifactRef]) -> Verdict:
     goes = ref in forced
-    return Verdict(ref, 0, "unknown", goes, ("a person",) if goes else (), () if goes else (why,))
+    return Verdict(ref, 0, "unknown", goes, ("named with --force",) if goes else (), () if goes else (why,))
 
 
 def _line(

@@ -116,7 +116,7 @@ def decide_abandoned(
     """
     days = max(ABANDONED_DAYS, policy.older_than_days or 0.0)
     is_asked = policy.unreferenced or policy.older_than_days is not None
-    named = ["a person"] if ref in forced else []
+    named = ["named with --force"] if ref in forced else []
     if is_asked and now - changed_at > timedelta(days=days):
         named.append(f"it has no manifest and has not changed for {days:g} days")
     user = in_use.get(ref)

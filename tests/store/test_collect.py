@@ -83,6 +83,14 @@ def test_an_artifact_comes_back_as_it_was(store, runs):
         assert writer.is_complete
 
 
+def test_with_a_capture_its_verification_comes_back(store, runs):
+    old, _ = runs
+    gc(store)
+    report = restore(store, find_entry(store.trash().entries(), str(old.capture)))
+    assert actions(report) == {str(old.capture): "restored", str(old.verification): "restored"}
+    assert store.is_intact(old.verification)
+
+
 def test_what_was_made_again_is_not_overwritten_by_what_comes_back(store, runs):
     old, _ = runs
     gc(store)
