@@ -17,6 +17,7 @@ from eagle3_core.estimate.space import FileSystemEstimate
 from eagle3_core.host.run_folder import RunFolder, RunRecord, find_run, list_runs
 from eagle3_core.planning import plan_run
 from eagle3_core.preflight import check_settings
+from eagle3_core.report.figures import format_bytes
 from eagle3_core.report.summary import RunSummary, summarise
 from eagle3_core.store.open import open_store
 
@@ -28,7 +29,6 @@ STATE_STYLE = {
     "running": "cyan",
     "paused": "yellow",
 }
-UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def show_plan(config: RunConfig, stages: Sequence[Stage] | None, as_json: bool) -> None:
@@ -101,15 +101,6 @@ def _place(config: RunConfig, export: ArtifactRef, engine: str) -> str:
     store = open_store(config)
     folder = store.folder(export) / engine
     return str(folder) if folder.is_dir() else f"{store.place}/{export}/{engine}"
-
-
-def format_bytes(count: float) -> str:
-    """`1.5 GiB`."""
-    for unit in UNITS:
-        if abs(count) < 1024 or unit == UNITS[-1]:
-            break
-        count /= 1024
-    return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
 
 
 def _print_plan(estimate: RunEstimate, config: RunConfig) -> None:
