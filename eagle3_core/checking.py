@@ -8,6 +8,7 @@ every shard, and condemns those that the next extract must make anew.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from eagle3_core.artifacts import ArtifactRef, FileEntry, Manifest
+from eagle3_core.artifacts import ArtifactKind, ArtifactPlan, ArtifactRef, FileEntry, Manifest
 from eagle3_core.capture.job import capture_layout
 from eagle3_core.config import RunConfig
 from eagle3_core.contracts import ProgressEvent, StepSpec, VerifyResult
@@ -25,6 +26,7 @@ from eagle3_core.errors import ConfigError, HostError, StepError, StoreError
 from eagle3_core.host.lines import without_secrets
 from eagle3_core.host.process import run_step
 from eagle3_core.host.run_folder import RunFolder
+from eagle3_core.identity import plan_of_imported_capture, plan_verification
 from eagle3_core.planning import RunPlan, plan_run
 from eagle3_core.store.dataset import read_dataset
 from eagle3_core.store.local import HASHING_THREADS, LocalStore, strangers
@@ -169,7 +171,7 @@ def check_states(
             update={"deep": True, "reference_samples": max(1, config.verify.reference_samples)}
         )
         config = config.model_copy(update={"verify": verify})
-    plan = plan_run(config)
+    config, plan = _planned(config, store, ref)
     planned = plan.artifacts.get("capture")
     if planned is None or planned.ref != ref:
         made = planned.ref if planned else "no capture yet: its dataset is missing"
@@ -182,6 +184,28 @@ def check_states(
     if written:
         return check.model_copy(update={"problems": tuple(written), "meaning": "not checked"})
     return _run_verify(check, plan, config, on_progress, on_line)
+
+
+def judged_by_reference(config: RunConfig) -> RunConfig:
+    """The configuration under which a reference forward judges next tokens, whoever made the answers."""
+    generation = config.data.generation.model_copy(update={"temperature": 1.0})
+    return config.model_copy(update={"data": config.data.model_copy(update={"generation": generation})})
+
+
+def _planned(config: RunConfig, store: LocalStore, ref: ArtifactRef) -> tuple[RunConfig, RunPlan]:
+    """What the configuration makes; of an imported capture what it would import, with its own dataset."""
+    plan = plan_run(config)
+    imported = plan_of_imported_capture(config, plan.target, store.read(ref))
+    if imported is None:
+        return config, plan
+    dataset = store.read(imported.parents["dataset"])
+    config = judged_by_reference(config)
+    artifacts: dict[ArtifactKind, ArtifactPlan] = {
+        "dataset": ArtifactPlan(kind="dataset", identity=dataset.identity, parents=dataset.parents),
+        "capture": imported,
+        "verification": plan_verification(config, imported.ref),
+    }
+    return config, dataclasses.replace(plan, config=config, artifacts=artifacts)
 
 
 def _size_problems(plan: RunPlan, manifest: Manifest) -> list[Problem]:

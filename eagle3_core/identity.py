@@ -10,7 +10,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from eagle3_core.artifacts import ArtifactKind, ArtifactPlan, ArtifactRef
+from eagle3_core.artifacts import ArtifactKind, ArtifactPlan, ArtifactRef, Manifest
 from eagle3_core.config import RunConfig, resolve_path
 from eagle3_core.errors import DataError
 from eagle3_core.target.info import TargetInfo
@@ -28,6 +28,8 @@ STEP_VERSION: dict[ArtifactKind, int] = {
     "export": 1,
     "benchmark": 1,
 }
+IMPORTED = "imported "
+"""Begins the name of the engine of what another project has made."""
 BUILTIN_PROMPTS = Path(__file__).parent / "data" / "builtin" / "prompts.jsonl"
 
 
@@ -97,6 +99,14 @@ def plan_imported_dataset(target: TargetInfo, engine: str, content_hash: str) ->
     return _plan(
         "dataset", {"content": content_hash, "engine": engine, "tokenizer": target.tokenizer_fingerprint}
     )
+
+
+def plan_of_imported_capture(config: RunConfig, target: TargetInfo, found: Manifest) -> ArtifactPlan | None:
+    """The plan by which `config` would import a capture that is in the store; None of one that a run made."""
+    engine, content = str(found.identity.get("engine", "")), str(found.identity.get("content"))
+    if not engine.startswith(IMPORTED) or "dataset" not in found.parents:
+        return None
+    return plan_capture(config, target, found.parents["dataset"], content, engine)
 
 
 def plan_vocabulary(config: RunConfig, target: TargetInfo, dataset: ArtifactRef) -> ArtifactPlan:

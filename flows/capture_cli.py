@@ -124,12 +124,12 @@ def _check(config: RunConfig, target: Path, result: ImportResult) -> float:
     Raises:
         VerificationError: the states are not the target's.
     """
+    from eagle3_core.checking import judged_by_reference
     from eagle3_core.contracts import StepSpec
     from eagle3_core.host.lines import without_secrets
     from eagle3_core.identity import plan_verification
 
-    generation = config.data.generation.model_copy(update={"temperature": 1.0})
-    judged = config.model_copy(update={"data": config.data.model_copy(update={"generation": generation})})
+    judged = judged_by_reference(config)
     spec = StepSpec(
         config=without_secrets(judged),
         run_id="import",

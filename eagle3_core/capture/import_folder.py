@@ -24,7 +24,7 @@ from eagle3_core.capture.job import capture_layout
 from eagle3_core.config import RunConfig
 from eagle3_core.contracts import ExtractResult, ImportResult, ImportSpec
 from eagle3_core.errors import DataError
-from eagle3_core.identity import plan_capture, plan_imported_dataset
+from eagle3_core.identity import IMPORTED, plan_capture, plan_imported_dataset
 from eagle3_core.step import Progress
 from eagle3_core.store.dataset import DATASET_FILE, Sample, content_hash, write_dataset
 from eagle3_core.store.files import atomic_file
@@ -49,7 +49,7 @@ def run(spec: ImportSpec, progress: Progress) -> ImportResult:
     layout = capture_layout(config, info)
     check_layers(spec, folder, layout, info)
     samples = read_samples(folder, config.data.heldout_fraction, info.vocab_size)
-    engine = f"imported {spec.format}"
+    engine = f"{IMPORTED}{spec.format}"
     dataset = plan_imported_dataset(info, engine, content_hash(samples))
     capture = plan_capture(config, info, dataset.ref, content_hash(samples), engine)
     store = open_store(config)

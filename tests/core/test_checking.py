@@ -10,8 +10,10 @@ from eagle3_core import checking
 from eagle3_core.checking import ArtifactCheck, check_files, check_states, making_config
 from eagle3_core.errors import ConfigError, StepError, StoreError
 from eagle3_core.host.run_folder import create_run_folder
+from eagle3_core.identity import plan_capture, plan_imported_dataset
 from eagle3_core.pipeline import run_stage
 from eagle3_core.planning import plan_run
+from eagle3_core.store.files import write_atomic
 from eagle3_core.store.local import LocalStore
 from tests.doubles.profile import stand_in_config
 from tests.store.artifacts import add, add_run
@@ -110,6 +112,27 @@ def test_bad_samples_are_listed_one_by_one(tmp_path, any_size):
 def test_a_step_that_could_not_check_is_no_verdict(tmp_path, any_size):
     with pytest.raises(StepError):
         Scene(tmp_path, {"step": "verify", "kind": "exit"}).check()
+
+
+def test_an_imported_capture_is_checked_with_its_own_dataset_by_the_profile_that_fits(tmp_path, any_size):
+    config = stand_in_config(tmp_path)
+    plan = plan_run(config)
+    dataset = plan_imported_dataset(plan.target, "imported speculators", "theirs")
+    capture = plan_capture(config, plan.target, dataset.ref, "theirs", "imported speculators")
+    for one in (dataset, capture):
+        with plan.store.writer(one) as writer:
+            write_atomic(writer.folder / "file", one.kind)
+            writer.complete([writer.folder / "file"])
+    files = check_files(plan.store, capture.ref)
+    check = check_states(files, plan.store, capture.ref, config)
+    assert (check.meaning, check.is_right) == ("right", True)
+    (verification,) = (one for one in plan.store.list() if one.ref.kind == "verification")
+    assert verification.parents == {"capture": capture.ref}
+    with pytest.raises(ConfigError, match="name it with --profile"):
+        making_config(plan.store, capture.ref, tmp_path)
+    other = config.model_copy(update={"capture": config.capture.model_copy(update={"final_state": "all"})})
+    with pytest.raises(ConfigError, match=f"makes capture/.*expected {capture.ref}"):
+        check_states(files, plan.store, capture.ref, other)
 
 
 def test_written_bytes_are_held_against_the_planned_ones(tmp_path):
