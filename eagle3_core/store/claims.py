@@ -120,7 +120,8 @@ class Claims:
         self._heart.join()
         for name in list(self._mine):
             self.release(name)
-        self._clock.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self._clock.unlink(missing_ok=True)
 
     def _path(self, name: str) -> Path:
         return self._folder / f"{name}{self._suffix}"
@@ -140,7 +141,8 @@ class Claims:
             # A server may have linked it and its answer was lost: then the second try finds it there.
             return draft.stat().st_nlink == 2
         finally:
-            draft.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # the error of the write is the one to tell
+                draft.unlink(missing_ok=True)
 
     def _is_free(self, path: Path, owner: dict[str, str] | None) -> bool:
         """Whether the owner that a claim names is gone; one that a crash left unreadable is judged by age."""

@@ -18,6 +18,7 @@ from eagle3_core.errors import FolderInUseError, StoreError
 from eagle3_core.store.files import LOCK_NAME
 from eagle3_core.store.local import LocalStore
 from eagle3_core.store.locks import folder_lock
+from tests.disks import small_disk
 
 PLAN = ArtifactPlan(kind="export", identity={"for": "a test"})
 HOLD_LOCK = """
@@ -134,3 +135,14 @@ def test_a_folder_that_cannot_be_written_is_one_clear_line(tmp_path: Path) -> No
     (tmp_path / "export").write_text("a file where the folder should be")
     with pytest.raises(StoreError, match=r"cannot write into .*check the mount and its permissions"):
         LocalStore(tmp_path).writer(PLAN).__enter__()
+
+
+def test_a_folder_that_cannot_be_written_is_said_to_be_so(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", 1 << 20) as disk:
+        (disk.path / "artifact").mkdir()
+        disk.make_read_only()
+        with (
+            pytest.raises(StoreError, match=r"cannot write into .*artifact \(Read-only file system\)"),
+            folder_lock(disk.path / "artifact", wait_seconds=0.0),
+        ):
+            pass
