@@ -383,7 +383,7 @@ class RetentionConfig(Section):
         default=None, ge=1, description="Name all captures of a target but its newest complete ones."
     )
     older_than_days: float | None = Field(
-        default=None, gt=0, description="Name every artifact that was made longer ago."
+        default=None, gt=0, le=36_500, description="Name every artifact that was made longer ago."
     )
     max_bytes: ByteSize | None = Field(
         default=None,
@@ -400,6 +400,7 @@ class RetentionConfig(Section):
     purge_after_days: float = Field(
         default=7.0,
         ge=0,
+        le=36_500,
         description="With a policy above, the stage cleanup removes for good what lies in the trash longer.",
     )
 

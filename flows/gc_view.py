@@ -12,15 +12,17 @@ from rich.table import Table
 
 from eagle3_core.artifacts import ArtifactRef
 from eagle3_core.config import RunConfig, resolve_path
-from eagle3_core.errors import ConfigError
+from eagle3_core.errors import ConfigError, StoreError
 from eagle3_core.host.run_folder import used_by_runs
 from eagle3_core.lineage import find_artifact
 from eagle3_core.report.figures import format_bytes
 from eagle3_core.sections import RetentionConfig
 from eagle3_core.store.collect import Action, GcReport, collect_garbage, restore
 from eagle3_core.store.local import LocalStore
+from eagle3_core.store.remote import RemoteStore
 from eagle3_core.store.trash import find_entry
 
+MAX_DAYS = 36_500.0
 SECONDS = {"m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 ORDER: tuple[Action, ...] = ("to trash", "purged", "restored", "in trash", "kept")
 STYLE = {"to trash": "yellow", "purged": "red", "restored": "green", "in trash": "cyan", "kept": "dim"}
@@ -31,12 +33,15 @@ def days(text: str) -> float:
     """`90m`, `36h`, `14d`, `2w`, or a plain number of days.
 
     Raises:
-        ConfigError: anything else.
+        ConfigError: anything else, or more than a hundred years.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([mhdw]?)", text.strip())
     if match is None:
         raise ConfigError(f"{text!r} is no span of time", expected="such as 14d, 36h or 2w")
-    return float(match[1]) * SECONDS[match[2] or "d"] / SECONDS["d"]
+    number = float(match[1]) * SECONDS[match[2] or "d"] / SECONDS["d"]
+    if number > MAX_DAYS:
+        raise ConfigError(f"{text!r} is too long a span of time", expected=f"at most {MAX_DAYS:g}d")
+    return number
 
 
 def size(text: str) -> ByteSize:
@@ -86,7 +91,13 @@ def gc(
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Collect and print."""
+    """Collect and print.
+
+    Raises:
+        StoreError: there is no store, or it cannot be changed.
+    """
+    if not isinstance(store, RemoteStore) and not store.root.is_dir():
+        raise StoreError(f"there is no store at {store.place}", remedy="set --store or --workspace")
     report = collect_garbage(
         store,
         policy,

@@ -40,6 +40,13 @@ def test_gc_without_a_policy_only_shows_what_there_is(store, runs, capsys):
     assert set(store.refs()) == runs[0].refs | runs[1].refs
 
 
+def test_gc_of_a_store_that_is_not_there_is_no_success(store, capsys):
+    assert eagle3(store, "gc", "--older-than", "1d") == EXIT_USER_ERROR
+    assert (
+        capsys.readouterr().err == f"eagle3: there is no store at {store.root}; set --store or --workspace\n"
+    )
+
+
 @pytest.mark.parametrize("other", [["--dry-run"], ["--purge"], ["--keep-last", "1"]])
 def test_gc_restores_nothing_where_something_else_is_asked_for_too(store, runs, capsys, other):
     assert eagle3(store, "gc", "--older-than", "1d") == EXIT_OK
@@ -105,6 +112,8 @@ def test_spans_of_time_and_sizes_are_read_with_their_units():
     assert size("500GiB") == 500 << 30
     with pytest.raises(ConfigError):
         days("14 days ago")
+    with pytest.raises(ConfigError, match="at most 36500d"):
+        days("99999999999999d")
 
 
 def test_verify_says_what_is_wrong_a_line_each_and_ends_with_2(store, runs, capsys):
