@@ -303,14 +303,17 @@ async def open_uploads(client: ObjectClient, prefix: str) -> list[tuple[str, str
 
 
 async def abort_uploads(client: ObjectClient, prefix: str, keep: str | None = None) -> int:
-    """Abort the multipart uploads below a prefix and see that none is left; returns how many there were.
+    """Abort the multipart uploads of a key, or below a prefix that ends with `/`, and see that none is left.
+
+    Returns how many there were.
 
     The caller holds the artifact, so that nobody else uploads there. A part that was on its way while its
     upload was aborted may be kept by the server, so it is looked again.
     """
     found: set[str] = set()
     for number in range(1, ABORT_ROUNDS + 1):
-        uploads = [one for one in await open_uploads(client, prefix) if one[1] != keep]
+        opened = [one for one in await open_uploads(client, prefix) if one[1] != keep]
+        uploads = [one for one in opened if prefix.endswith("/") or one[0] == prefix]
         if not uploads:
             return len(found)
         for key, upload_id in uploads:

@@ -279,6 +279,15 @@ def test_another_content_under_the_same_key_is_replaced(s3: S3, tmp_path: Path) 
         assert stored(s3) == content
 
 
+def test_the_upload_of_a_file_whose_name_begins_alike_is_let_alone(
+    s3: S3, small: Path, small_entry: FileEntry
+) -> None:
+    s3.client().create_multipart_upload(Bucket=BUCKET, Key=f"store/{KEY}.index")
+    client = make_client(s3)
+    client.run(upload(client, small, KEY, small_entry))
+    assert s3.open_uploads() == [f"store/{KEY}.index"]
+
+
 def test_an_interrupted_upload_is_aborted(s3: S3, small: Path, small_entry: FileEntry) -> None:
     s3.proxy.rules.append(lambda request: Slow(MIB) if request.part else None)
     client = make_client(s3)
