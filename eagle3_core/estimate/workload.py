@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from eagle3_core.config import RunConfig
+from eagle3_core.data.conversations import Prompt, read_prompts
 from eagle3_core.errors import DataError
 from eagle3_core.identity import prompt_files
 from eagle3_core.planning import RunPlan
@@ -77,20 +75,20 @@ def count_samples(samples: Sequence[Sample]) -> Load:
 
 
 def guess_samples(config: RunConfig, vocab_size: int = USUAL_VOCABULARY) -> Load:
-    """Estimate from the prompts: every answer as long as allowed.
+    """Estimate from the prompts that `prepare` will take up: every answer as long as allowed.
 
     A token stands for a quarter as many characters as its id has bits: four with 65,536 tokens.
 
     Raises:
         DataError: a prompt file is missing or unreadable.
     """
-    rows = [row for file in prompt_files(config) for row in _read_rows(file)]
-    rows = rows[: config.limit] if config.limit else rows
+    files, share = prompt_files(config), config.data.heldout_fraction
+    prompts = read_prompts(files, share, config.limit, warn=False).prompts
     longest = config.data.max_length
-    answers = [config.data.generation.max_tokens * max(1, _user_turns(row)) for row in rows]
+    answers = [config.data.generation.max_tokens * len(prompt.turns) for prompt in prompts]
     characters = math.log2(max(2, vocab_size)) / 4
-    prompts = [_prompt_tokens(row, characters) for row in rows]
-    return Load([(min(longest, p + a), min(longest, a)) for p, a in zip(prompts, answers, strict=True)])
+    tokens = [_prompt_tokens(prompt, characters) for prompt in prompts]
+    return Load([(min(longest, p + a), min(longest, a)) for p, a in zip(tokens, answers, strict=True)])
 
 
 def _dataset(plan: RunPlan) -> list[Sample] | None:
@@ -104,34 +102,7 @@ def _dataset(plan: RunPlan) -> list[Sample] | None:
         return None
 
 
-def _read_rows(file: Path) -> list[dict[str, Any]]:
-    """The JSON objects of a prompt file; rows that are none are counted as empty, `prepare` names them."""
-    try:
-        lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"cannot read the prompts {file} ({error})") from error
-    rows = []
-    for line in lines:
-        try:
-            row = json.loads(line)
-        except ValueError:
-            row = {}
-        rows.append(row if isinstance(row, dict) else {})
-    return rows
-
-
-def _messages(row: dict[str, Any]) -> list[dict[str, Any]]:
-    messages = row.get("messages")
-    return [m for m in messages if isinstance(m, dict)] if isinstance(messages, list) else []
-
-
-def _user_turns(row: dict[str, Any]) -> int:
-    return sum(message.get("role") == "user" for message in _messages(row))
-
-
-def _prompt_tokens(row: dict[str, Any], characters_per_token: float) -> int:
-    return sum(
-        int(len(str(message.get("content") or "")) // characters_per_token)
-        + round(TEMPLATE_CHARACTERS_PER_MESSAGE / characters_per_token)
-        for message in _messages(row)
-    )
+def _prompt_tokens(prompt: Prompt, characters_per_token: float) -> int:
+    texts = (*([prompt.system] if prompt.system is not None else []), *prompt.turns)
+    template = round(TEMPLATE_CHARACTERS_PER_MESSAGE / characters_per_token)
+    return sum(int(len(text) // characters_per_token) + template for text in texts)

@@ -170,7 +170,7 @@ def _without_answer(
     if names & unreachable and not has_broken:
         return ObjectStoreError(
             f"{server} cannot be reached ({_reason(error)})",
-            remedy="check object_store.endpoint_url, the network and the proxy settings",
+            remedy="check object_store.endpoint_url or AWS_ENDPOINT_URL, the network and the proxy settings",
         )
     if names & {"ReadTimeoutError", "TimeoutError", "FSTimeoutError"}:
         return ObjectStoreError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -87,6 +88,15 @@ def test_a_small_vocabulary_needs_more_tokens_for_the_same_text(tmp_path: Path) 
 def test_a_rehearsal_counts_only_its_prompts(tmp_path: Path) -> None:
     config = stand_in_config(tmp_path).model_copy(update={"limit": 5})
     assert guess_samples(config).workload.num_samples == 5
+
+
+def test_the_prompts_of_a_rehearsal_are_those_that_prepare_takes_up(tmp_path: Path) -> None:
+    """Of each kind in turn, not the first ones: here the long ones stand at the end."""
+    config = stand_in_config(tmp_path).model_copy(update={"limit": 8})
+    short = [{"kind": "short", "messages": [{"role": "user", "content": f"{n}"}]} for n in range(50)]
+    long = [{"kind": "long", "messages": [{"role": "user", "content": f"{n:0400}"}]} for n in range(50)]
+    Path(config.data.prompts[0]).write_text("".join(json.dumps(row) + "\n" for row in (*short, *long)))
+    assert guess_samples(config).workload.num_tokens == 4 * (8 + 16) + 4 * (100 + 8 + 16)
 
 
 def test_a_dataset_is_counted_and_its_head_is_what_a_limit_leaves() -> None:
