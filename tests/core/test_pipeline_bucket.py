@@ -70,3 +70,29 @@ def test_a_shard_that_the_bucket_lost_is_one_line_and_made_again_alone(s3: S3, c
     assert run_stage("extract", longer, "r").result["num_new_shards"] == 1
     assert run_stage("verify", longer, "r").reused
     assert not run_stage("train", longer, "r").reused
+
+
+def failure(stage: str, config: RunConfig) -> str:
+    with pytest.raises(StageError) as caught:
+        run_stage(stage, config, "r")
+    assert len(str(caught.value).splitlines()) == 1
+    return str(caught.value)
+
+
+def test_wrong_credentials_are_one_line_and_the_run_goes_on_once_they_are_right(
+    s3: S3, config: RunConfig
+) -> None:
+    s3.require_credentials(True)
+    try:
+        assert "does not accept the credentials" in failure("verify", config)
+    finally:
+        s3.require_credentials(False)
+    assert run_stage("verify", config, "r").reused
+
+
+def test_a_missing_bucket_is_one_line_and_the_run_goes_on_once_it_is_there(s3: S3, config: RunConfig) -> None:
+    elsewhere = config.model_copy(update={"store": "s3://made-later/x"})
+    assert "the bucket of s3://made-later/x" in failure("prepare", elsewhere)
+    s3.client().create_bucket(Bucket="made-later")
+    assert not run_stage("prepare", elsewhere, "r").reused
+    assert run_stage("prepare", elsewhere, "r").reused

@@ -187,7 +187,7 @@ def test_kill_9_at_any_moment_leaves_no_half_file_and_a_rerun_ends_with_the_same
     duration = time.monotonic() - started
     assert len(wanted) == NUM_SHARDS
     moments, killed = random.Random(), 0
-    for round_number in range(num_kills()):
+    for round_number in range(num_kills(20)):
         store = LocalStore(tmp_path / str(round_number))
         child = os.fork()
         if child == 0:
