@@ -19,8 +19,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from pydantic import ByteSize
-
 from eagle3_core.artifacts import FileEntry, Manifest
 from eagle3_core.capture.job import CaptureJob, capture_layout, check_plan
 from eagle3_core.capture.pool import EnginePool, session_prefix
@@ -29,6 +27,7 @@ from eagle3_core.capture.shard_queue import ShardQueue, Staging
 from eagle3_core.config import RunConfig
 from eagle3_core.contracts import ExtractResult, Rejection, StepSpec
 from eagle3_core.errors import CaptureError, DiskFullError, FolderInUseError
+from eagle3_core.report.figures import format_bytes
 from eagle3_core.step import Progress
 from eagle3_core.store.claims import Claims
 from eagle3_core.store.condemned import condemned
@@ -305,8 +304,8 @@ class _Count:
     def on_tokens(self, count: int) -> None:
         """Count captured tokens and report."""
         self.captured_tokens += count
-        stored = ByteSize(self._done_bytes).human_readable(decimal=True)
-        of_all = ByteSize(self._bytes).human_readable(decimal=True)
+        stored = format_bytes(self._done_bytes)
+        of_all = format_bytes(self._bytes)
         self._report(f"{self._num_done} of {self._num_shards} shards, {stored} of {of_all}")
 
     def was_there(self, shard: PlannedShard) -> None:

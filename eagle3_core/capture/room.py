@@ -14,9 +14,8 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import ByteSize
-
 from eagle3_core.capture.job import MAX_SHARDS_IN_FLIGHT, CaptureJob
+from eagle3_core.report.figures import format_bytes
 from eagle3_core.store.dataset import Sample
 from eagle3_core.store.disk import DiskGuard, folder_bytes
 from eagle3_core.store.shards import PlannedShard, shard_file_bytes
@@ -135,6 +134,6 @@ class ShardRoom:
             return False
         if time.monotonic() - self._backlog_told > BACKLOG_REPORT_SECONDS:
             self._backlog_told = time.monotonic()
-            size = ByteSize(waiting).human_readable(decimal=True)
+            size = format_bytes(waiting)
             logger.info("%s waits until less than %s wait for their upload", shard.file_name, size)
         return True

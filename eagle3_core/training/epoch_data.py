@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from pydantic import ByteSize
-
+from eagle3_core.report.figures import format_bytes
 from eagle3_core.store.samples import SampleSource
 
 
@@ -38,7 +37,7 @@ class EpochData:
 
     def line(self) -> str:
         """The same for the log, and what turned out damaged."""
-        stored, cached = (ByteSize(size).human_readable(decimal=True) for size in self._bytes())
+        stored, cached = (format_bytes(size) for size in self._bytes())
         damaged = self._source.counts.num_damaged - self._before.num_damaged
         again = f"; {damaged} samples were damaged and read again" if damaged else ""
         read = f"{stored} from the store, {cached} from the cache"
