@@ -87,8 +87,8 @@ class RunConfig(Section):
     @field_validator("store")
     @classmethod
     def _readable_store(cls, store: str | None) -> str | None:
-        if store is not None and "://" in store:
-            ObjectRoot.parse(store)
+        if store is not None and ("://" in store or not store.strip()):
+            local_root(store, Path())
         return store
 
     @property
@@ -131,9 +131,15 @@ class ObjectRoot:
 
 
 def local_root(store: str | None, workspace: Path) -> Path:
-    """The folder of a store: itself, `store` in the workspace, or the mirror of one in `s3://`."""
+    """The folder of a store: itself, `store` in the workspace, or the mirror of one in `s3://`.
+
+    Raises:
+        ValueError: the name is empty, or a URL that names no bucket.
+    """
     if store is None:
         return workspace / "store"
+    if not store.strip():
+        raise ValueError("its name is empty: leave it out for `store` in the workspace")
     if "://" not in store:
         return resolve_path(store)
     name = hashlib.sha256(str(ObjectRoot.parse(store)).encode()).hexdigest()[:16]

@@ -118,7 +118,7 @@ def find_artifact(store: LocalStore, text: str) -> ArtifactRef:
         if store.find(ref) is None:
             raise StoreError(f"{ref} is not in {store.place}", remedy="set --store or --workspace")
         return ref
-    matches = [ref for ref in store.refs() if ref.id.startswith(text)]
+    matches = [ref for ref in store.refs() if text and ref.id.startswith(text)]
     if len(matches) != 1:
         found = ", ".join(str(ref) for ref in matches[:5]) or "none"
         raise StoreError(f"{len(matches)} artifacts in {store.place} begin with {text!r}: {found}")

@@ -12,7 +12,7 @@ from eagle3_core.lineage import Lineage, find_artifact, to_dot, trace
 from eagle3_core.sections import RetentionConfig
 from eagle3_core.store.collect import collect_garbage
 from eagle3_core.store.local import LocalStore
-from tests.store.artifacts import NOW, PROMPTS, add_run
+from tests.store.artifacts import NOW, PROMPTS, add, add_run
 
 
 @pytest.fixture
@@ -92,6 +92,13 @@ def test_old_manifests_without_names_of_prompt_files_have_their_hashes(store):
     path.write_text(manifest.model_copy(update={"facts": {}}).model_dump_json())
     prompts = trace(store, run.dataset).node(f"prompts/{PROMPTS[:16]}")
     assert (prompts.name, prompts.hash) == (None, PROMPTS)
+
+
+def test_no_name_names_no_artifact_even_where_there_is_only_one(store):
+    ref = add(store, "export", {}).ref
+    with pytest.raises(StoreError, match=r"0 artifacts .* begin with ''"):
+        find_artifact(store, "")
+    assert find_artifact(store, ref.id[:4]) == ref
 
 
 def test_an_artifact_is_found_by_the_beginning_of_its_id(store):

@@ -37,6 +37,12 @@ def test_mirrors_of_different_roots_are_apart_and_a_slash_makes_no_difference(tm
     assert len(roots) == 2
 
 
+@pytest.mark.parametrize("open_it", [opened, lambda workspace, store: open_root(store, workspace)])
+def test_an_empty_name_is_not_the_checkout(tmp_path: Path, open_it) -> None:
+    with pytest.raises(ConfigError, match="its name is empty: leave it out"):
+        open_it(tmp_path, "")
+
+
 def test_a_command_refuses_a_url_that_names_no_bucket(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"the store gs://x/y cannot be opened: a store is a folder or s3://"
