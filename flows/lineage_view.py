@@ -11,7 +11,7 @@ from rich.tree import Tree
 
 from eagle3_core.config import resolve_path
 from eagle3_core.lineage import Lineage, LineageNode, Making, find_artifact, to_dot, trace
-from eagle3_core.report.figures import format_bytes
+from eagle3_core.report.figures import format_bytes, format_number_of
 from eagle3_core.store.local import LocalStore
 
 STATE_REMARK = {
@@ -49,7 +49,9 @@ def _label(node: LineageNode) -> str:
     if node.state == "outside":
         lines = [f"{head} {escape(node.name or 'of unknown name')}, {node.hash}"]
     elif node.state in ("complete", "partial"):
-        lines = [f"{head} {node.state}, {node.num_files} files, {format_bytes(node.bytes)}"]
+        lines = [
+            f"{head} {node.state}, {format_number_of(node.num_files, 'file')}, {format_bytes(node.bytes)}"
+        ]
     else:
         lines = [f"{head} [yellow]{STATE_REMARK[node.state]}[/]"]
     if node.problem:

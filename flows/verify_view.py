@@ -19,7 +19,7 @@ from eagle3_core.config import RunConfig
 from eagle3_core.contracts import ProgressEvent
 from eagle3_core.errors import EXIT_OK, EXIT_USER_ERROR
 from eagle3_core.lineage import find_artifact
-from eagle3_core.report.figures import format_bytes
+from eagle3_core.report.figures import format_bytes, format_number_of
 from eagle3_core.store.local import LocalStore
 
 
@@ -65,8 +65,8 @@ def show(check: ArtifactCheck, as_json: bool) -> None:
 
 
 def _summary(check: ArtifactCheck) -> Iterator[str]:
-    size = f"{check.num_files:,} files, {format_bytes(check.bytes)}"
-    verdict = "right" if check.is_right else f"{len(check.problems)} problems"
+    size = f"{format_number_of(check.num_files, 'file')}, {format_bytes(check.bytes)}"
+    verdict = "right" if check.is_right else format_number_of(len(check.problems), "problem")
     yield f"{check.artifact} in {check.store}: {verdict}; {size} checked in {check.seconds:.1f} s"
     if check.meaning == "not checked":
         yield "what the states mean was not checked: the stage extract must make these files anew first"

@@ -155,7 +155,7 @@ def _print_file_system(console: Console, system: FileSystemEstimate) -> None:
     table.add_column("what", overflow="fold")
     table.add_column("stays", justify="right", no_wrap=True)
     table.add_column("at most", justify="right", no_wrap=True)
-    for item in system.items:
+    for item in sorted(system.items, key=lambda item: STAGES.index(item.stage)):
         stays = format_bytes(item.bytes) if item.bytes else "-"
         table.add_row(f"  {item.stage}", escape(item.what), stays, format_bytes(item.peak_bytes))
     console.print(table)

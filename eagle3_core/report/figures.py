@@ -32,6 +32,11 @@ def format_count(count: float | None) -> str:
     return "–" if count is None else f"{count:,.0f}"
 
 
+def format_number_of(count: int, noun: str) -> str:
+    """`1 file`, `12,345 files`."""
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")
+
+
 def format_rate(rate: float | None) -> str:
     """`0.583`; a dash where there is none."""
     return "–" if rate is None else f"{rate:.3f}"

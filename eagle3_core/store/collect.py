@@ -14,7 +14,7 @@ from eagle3_core.errors import StoreError
 from eagle3_core.sections import RetentionConfig
 from eagle3_core.store.condemned import condemned
 from eagle3_core.store.local import LocalStore
-from eagle3_core.store.retention import Verdict, ancestors, decide, decide_abandoned
+from eagle3_core.store.retention import BY_FORCE, Verdict, ancestors, decide, decide_abandoned
 from eagle3_core.store.trash import Trash, TrashEntry, expired
 from eagle3_core.store.uses import current_uses, used_artifacts
 
@@ -166,7 +166,7 @@ def read_manifests(store: LocalStore) -> tuple[list[Manifest], list[tuple[Artifa
 
 def _unreadable_verdict(ref: ArtifactRef, why: str, forced: Collection[ArtifactRef]) -> Verdict:
     goes = ref in forced
-    return Verdict(ref, 0, "unknown", goes, ("named with --force",) if goes else (), () if goes else (why,))
+    return Verdict(ref, 0, "unknown", goes, (BY_FORCE,) if goes else (), () if goes else (why,))
 
 
 def _line(

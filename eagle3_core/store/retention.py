@@ -37,6 +37,7 @@ GOING_ORDER: tuple[ArtifactKind, ...] = (
 )  # fmt: skip
 """What was made from others goes before these, and a verification only after its capture."""
 ABANDONED_DAYS = 1.0
+BY_FORCE = "named with --force"
 UNKNOWN = object()
 
 
@@ -116,7 +117,7 @@ def decide_abandoned(
     """
     days = max(ABANDONED_DAYS, policy.older_than_days or 0.0)
     is_asked = policy.unreferenced or policy.older_than_days is not None
-    named = ["named with --force"] if ref in forced else []
+    named = [BY_FORCE] if ref in forced else []
     if is_asked and now - changed_at > timedelta(days=days):
         named.append(f"it has no manifest and has not changed for {days:g} days")
     user = in_use.get(ref)
@@ -228,7 +229,7 @@ class _Choice:
         self, shelf: _Shelf, guards: Mapping[ArtifactRef, list[str]], forced: frozenset[ArtifactRef]
     ) -> None:
         self._shelf, self._guards, self._forced = shelf, guards, forced
-        self._named: dict[ArtifactRef, list[str]] = {ref: ["a person"] for ref in forced if ref in guards}
+        self._named: dict[ArtifactRef, list[str]] = {ref: [BY_FORCE] for ref in forced if ref in guards}
 
     def name(self, found: Mapping[ArtifactRef, str]) -> None:
         """Add what a policy names."""

@@ -93,6 +93,8 @@ def test_gc_takes_the_policies_of_a_profile_and_options_replace_them(tmp_path, c
 def test_gc_moves_what_a_person_names_whatever_needs_it(store, runs, capsys):
     _, new = runs
     assert eagle3(store, "gc", "--force", new.capture.id[:8], "--json") == EXIT_OK
+    lines = {line["artifact"]: line for line in json.loads(capsys.readouterr().out)["lines"]}
+    assert lines[str(new.capture)]["reasons"] == ["named with --force"]
     assert new.capture not in store.refs()
     assert new.checkpoint in store.refs()
     assert eagle3(store, "gc", "--force", "capture/0000000000000000") == EXIT_USER_ERROR
@@ -119,7 +121,7 @@ def test_spans_of_time_and_sizes_are_read_with_their_units():
 def test_verify_says_what_is_wrong_a_line_each_and_ends_with_2(store, runs, capsys):
     ref = runs[1].export
     assert eagle3(store, "verify", str(ref)) == EXIT_OK
-    assert f"{ref} in {store.root}: right; 1 files" in capsys.readouterr().out
+    assert f"{ref} in {store.root}: right; 1 file, " in capsys.readouterr().out
     (store.folder(ref) / "content.bin").unlink()
     assert eagle3(store, "verify", str(ref)) == EXIT_USER_ERROR
     assert "is missing" in capsys.readouterr().out
