@@ -19,6 +19,7 @@ from eagle3_core.artifacts import ArtifactRef, Manifest
 from eagle3_core.errors import FolderInUseError, StoreError
 from eagle3_core.store.lease import LEASE_NAME, hold_lease
 from eagle3_core.store.local import MANIFEST_NAME
+from eagle3_core.store.locks import folder_lock
 from eagle3_core.store.objects import ObjectClient
 from eagle3_core.store.trash import PURGING, STAGING, TRASH, TrashEntry
 from eagle3_core.store.uploads import abort_uploads, object_problem
@@ -173,9 +174,17 @@ class ObjectTrash:
                 lease.check()
                 keys = self._client.list(f"{entry.ref}/")
                 self._client.delete([key for key in keys if key != f"{entry.ref}/{LEASE_NAME}"])
-                shutil.rmtree(self._mirror / entry.ref.kind / entry.ref.id, ignore_errors=True)
-                shutil.rmtree(self._mirror / STAGING / entry.ref.id, ignore_errors=True)
+                self._clear_mirror(entry.ref)
             self._client.delete([marker])
+
+    def _clear_mirror(self, ref: ArtifactRef) -> None:
+        """Remove the local files too, unless a process of this host waits to write the artifact."""
+        folder = self._mirror / ref.kind / ref.id
+        with contextlib.suppress(StoreError):
+            if folder.is_dir():
+                with folder_lock(folder, wait_seconds=0.0):
+                    shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(self._mirror / STAGING / ref.id, ignore_errors=True)
 
     def finish(self) -> None:
         """Go on with interrupted purges, and take away names of what a crash left in its place too.

@@ -21,6 +21,7 @@ from eagle3_core.lineage import trace
 from eagle3_core.sections import ObjectStoreConfig, RetentionConfig
 from eagle3_core.store.collect import GcReport, collect_garbage, restore
 from eagle3_core.store.files import file_entry
+from eagle3_core.store.locks import folder_lock
 from eagle3_core.store.remote import RemoteStore
 from eagle3_core.store.trash import find_entry
 from eagle3_core.store.uses import RunUse, current_uses, end_use
@@ -150,6 +151,16 @@ def test_a_manifest_whose_objects_were_replaced_is_not_restored(store, runs):
         restore(store, entry)
     assert store.find(old.dataset) is None
     assert entry in trash.entries()
+
+
+def test_a_purge_leaves_the_folder_of_a_writer_that_waits_for_it(store, runs):
+    old, _ = runs
+    gc(store)
+    with folder_lock(store.folder(old.dataset)) as lock:
+        gc(store, NOTHING, purge_after_days=0, now=LATER)
+        lock.check()
+    assert store.trash().entries() == []
+    assert not store.folder(old.conversations).exists()
 
 
 def test_a_purge_that_ended_half_way_cannot_be_restored_and_is_finished(s3, store, runs):
