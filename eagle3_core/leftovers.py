@@ -6,9 +6,10 @@ import contextlib
 from collections.abc import Iterable
 from pathlib import Path
 
-from eagle3_core.artifacts import ArtifactRef
+from eagle3_core.artifacts import ArtifactRef, Manifest
 from eagle3_core.capture.shard_queue import Staging
 from eagle3_core.errors import StoreError
+from eagle3_core.store.condemned import condemned
 from eagle3_core.store.files import TEMPORARY_PREFIX
 from eagle3_core.store.local import LocalStore, strangers
 from eagle3_core.store.locks import folder_lock
@@ -44,11 +45,12 @@ def remove_leftovers(store: LocalStore, artifacts: Iterable[ArtifactRef]) -> tup
 def leftovers(store: LocalStore, ref: ArtifactRef) -> dict[str, int]:
     """Path and bytes of an artifact's temporary files and, once it is complete, of files it does not name.
 
-    Of a capture also what ended engine sessions have staged, and all that is staged once it is complete.
+    Of a capture also what ended engine sessions have staged, and all that is staged once it is complete. One of
+    which shards are condemned is not: they are made anew.
     """
-    folder, manifest, staging = store.folder(ref), store.find(ref), Staging(store, ref)
+    folder, manifest, staging = store.folder(ref), _complete(store, ref), Staging(store, ref)
     found = set(folder.rglob(f"{TEMPORARY_PREFIX}*"))
-    if manifest is not None and manifest.state == "complete":
+    if manifest is not None:
         found |= {*strangers(folder, manifest), *_files(staging.path)}
     found |= {path for session in staging.dead_sessions() for path in _files(session)}
     sizes: dict[str, int] = {}
@@ -60,10 +62,17 @@ def leftovers(store: LocalStore, ref: ArtifactRef) -> dict[str, int]:
 
 def _remove_staging(store: LocalStore, ref: ArtifactRef) -> None:
     """Remove the folders in which nothing of value is staged."""
-    manifest, staging = store.find(ref), Staging(store, ref)
-    if manifest is not None and manifest.state == "complete":
+    staging = Staging(store, ref)
+    if _complete(store, ref) is not None:
         staging.remove()
     staging.remove_dead_sessions()
+
+
+def _complete(store: LocalStore, ref: ArtifactRef) -> Manifest | None:
+    """The manifest of an artifact that nobody need write to any more."""
+    manifest = store.find(ref)
+    is_whole = manifest is not None and manifest.state == "complete" and not condemned(store, manifest)
+    return manifest if is_whole else None
 
 
 def _files(folder: Path) -> list[Path]:

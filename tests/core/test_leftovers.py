@@ -11,6 +11,8 @@ from eagle3_core.capture.shard_queue import OWNER_NAME, Staging
 from eagle3_core.config import PROJECT_ROOT
 from eagle3_core.host.process_tree import boot_id
 from eagle3_core.leftovers import remove_leftovers
+from eagle3_core.store.condemned import condemn
+from eagle3_core.store.files import write_atomic
 from eagle3_core.store.local import LocalStore
 
 CAPTURE = ArtifactPlan(kind="capture", identity={"for": "a test"})
@@ -48,6 +50,17 @@ def test_nothing_stays_staged_of_a_complete_capture(tmp_path: Path) -> None:
     assert len(removed) == 4
     assert not mine.parent.parent.exists()
     assert remove_leftovers(store, [CAPTURE.ref]) == ({}, [])
+
+
+def test_what_a_living_session_makes_anew_of_a_condemned_capture_stays(tmp_path: Path) -> None:
+    store, mine, dead = staged(tmp_path)
+    with store.writer(CAPTURE) as writer:
+        write_atomic(writer.folder / "shard", "wrong")
+        manifest = writer.complete([writer.folder / "shard"], result={})
+    condemn(store, manifest, {"shard": "of another layer"})
+    remove_leftovers(store, [CAPTURE.ref])
+    assert (mine / "shard-00000.safetensors").is_file()
+    assert not dead.exists()
 
 
 def test_a_capture_that_somebody_writes_is_left_alone(tmp_path: Path) -> None:
