@@ -45,8 +45,8 @@ def remove_leftovers(store: LocalStore, artifacts: Iterable[ArtifactRef]) -> tup
 def leftovers(store: LocalStore, ref: ArtifactRef) -> dict[str, int]:
     """Path and bytes of an artifact's temporary files and, once it is complete, of files it does not name.
 
-    Of a capture also what ended engine sessions have staged, and all that is staged once it is complete. One of
-    which shards are condemned is not: they are made anew.
+    Of a capture also what ended engine sessions have staged, and all that is staged once it is complete. One
+    with condemned shards is not: they are made anew.
     """
     folder, manifest, staging = store.folder(ref), _complete(store, ref), Staging(store, ref)
     found = set(folder.rglob(f"{TEMPORARY_PREFIX}*"))
