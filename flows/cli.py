@@ -248,6 +248,8 @@ def gc(
             raise ConfigError("--restore goes alone: it puts one artifact back and collects nothing")
         gc_view.gc_restore(place, restore, as_json)
         return
+    if purge and purge_after is not None:
+        raise ConfigError("--purge removes all that is in the trash, --purge-after what is there for longer")
     policy = gc_view.policy_of(config, keep_last, older_than, over, unreferenced, keep or [])
     after = gc_view.days(purge_after) if purge_after is not None else None
     if after is None and config is not None and policy.names_something:

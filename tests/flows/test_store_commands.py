@@ -55,6 +55,13 @@ def test_gc_restores_nothing_where_something_else_is_asked_for_too(store, runs, 
     assert runs[0].capture not in store.refs()
 
 
+def test_gc_purges_all_or_what_is_old_not_both(store, runs, capsys):
+    assert eagle3(store, "gc", "--older-than", "1d") == EXIT_OK
+    assert eagle3(store, "gc", "--purge", "--purge-after", "7d") == EXIT_USER_ERROR
+    assert "--purge removes all" in capsys.readouterr().err
+    assert store.trash().entries()
+
+
 def test_gc_moves_says_why_restores_and_purges(store, runs, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     old, new = runs
