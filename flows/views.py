@@ -127,7 +127,8 @@ def _print_plan(estimate: RunEstimate, config: RunConfig) -> None:
     for system in estimate.file_systems:
         _print_file_system(console, system)
     if estimate.options:
-        console.print("\nwhat would help:")
+        is_enough = any(not option.lacking_bytes for option in estimate.options)
+        console.print("\nwhat would help:" if is_enough else "\nwhat would help, but is not enough:")
     for option in estimate.options:
         enough = "fits" if not option.lacking_bytes else f"still lacks {format_bytes(option.lacking_bytes)}"
         console.print(
