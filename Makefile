@@ -41,7 +41,7 @@ test-orchestrator:  # the environment without torch
 
 test-engine:  # the environment without Prefect
 	timeout --kill-after=20 $(ENGINE_TESTS_SECONDS) env $(PRELOAD) \
-		$(ENGINE)/bin/python -m pytest -m "$(TESTS)" $(PYTEST_OPTIONS)
+		$(ENGINE)/bin/python -m pytest -m "(engine or both) and $(TESTS)" $(PYTEST_OPTIONS)
 
 test-sglang: setup-sglang  ## Run the tests of capture with SGLang, in its environment
 	timeout --kill-after=20 $(SGLANG_TESTS_SECONDS) \

@@ -12,6 +12,9 @@ import pytest
 
 from eagle3_core.config import PROJECT_ROOT
 
+pytestmark = pytest.mark.both
+
+
 CORE = sorted((PROJECT_ROOT / "eagle3_core").rglob("*.py"))
 ORCHESTRATOR = sorted([*(PROJECT_ROOT / "tasks").rglob("*.py"), *(PROJECT_ROOT / "flows").rglob("*.py")])
 ENGINE_PACKAGES = {"torch", "transformers", "vllm", "speculators"}

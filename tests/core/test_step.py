@@ -8,10 +8,15 @@ import subprocess
 import sys
 import time
 
+import pytest
+
 from eagle3_core.config import PROJECT_ROOT
 from eagle3_core.contracts import EngineInfoSpec, ProgressEvent, StepOutcome
 from eagle3_core.errors import EXIT_BUG, EXIT_OK, EXIT_PARENT_GONE, EXIT_USER_ERROR
 from eagle3_core.step import PROGRESS_PREFIX, Progress
+
+pytestmark = pytest.mark.both
+
 
 STEP = """
 import os, sys, time, types

@@ -20,6 +20,8 @@ from eagle3_core.store.files import (
     write_new,
 )
 
+pytestmark = pytest.mark.both
+
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
     write_atomic(tmp_path / "a.txt", "old")

@@ -12,6 +12,9 @@ from eagle3_core.leftovers import remove_leftovers
 from eagle3_core.store.files import file_entry
 from eagle3_core.store.local import MANIFEST_NAME, LocalStore
 
+pytestmark = pytest.mark.both
+
+
 PLAN = ArtifactPlan(kind="capture", identity={"aux_layer_ids": [2, 4, 5]})
 
 

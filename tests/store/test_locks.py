@@ -20,6 +20,9 @@ from eagle3_core.store.local import LocalStore
 from eagle3_core.store.locks import folder_lock
 from tests.disks import small_disk
 
+pytestmark = pytest.mark.both
+
+
 PLAN = ArtifactPlan(kind="export", identity={"for": "a test"})
 HOLD_LOCK = """
 import sys, time

@@ -17,6 +17,8 @@ from eagle3_core.store.files import TEMPORARY_PREFIX, file_entry
 from eagle3_core.store.objects import ObjectClient
 from tests.doubles.s3 import BUCKET, MIB, S3, Answer, Cut, Swallow, first
 
+pytestmark = pytest.mark.both
+
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
