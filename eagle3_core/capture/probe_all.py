@@ -32,8 +32,8 @@ from eagle3_core.host.engine_info import EngineVersions, capture_versions
 from eagle3_core.host.process import run_step
 
 TIMEOUT_SECONDS = {"cpu": 240.0, "cuda": 300.0}
-"""For each architecture, by device: a CPU may have other work, and a fresh machine reads an engine's CUDA build
-from a cold disk, twice."""
+"""For each architecture, by device: a CPU may have other work, and a fresh machine reads an engine's CUDA
+build from a cold disk, twice."""
 PROCESSES = {"cpu": 1, "cuda": 2}
 """At once, by device: two miniatures share a GPU. An engine may then misjudge its memory when the other ends:
 what failed in company is asked again alone."""
