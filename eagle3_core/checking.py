@@ -171,7 +171,7 @@ def check_states(
             update={"deep": True, "reference_samples": max(1, config.verify.reference_samples)}
         )
         config = config.model_copy(update={"verify": verify})
-    config, plan = _planned(config, store, ref)
+    plan = _planned(config, store, ref)
     planned = plan.artifacts.get("capture")
     if planned is None or planned.ref != ref:
         made = planned.ref if planned else "no capture yet: its dataset is missing"
@@ -186,26 +186,19 @@ def check_states(
     return _run_verify(check, plan, config, on_progress, on_line)
 
 
-def judged_by_reference(config: RunConfig) -> RunConfig:
-    """The configuration under which a reference forward judges next tokens, whoever made the answers."""
-    generation = config.data.generation.model_copy(update={"temperature": 1.0})
-    return config.model_copy(update={"data": config.data.model_copy(update={"generation": generation})})
-
-
-def _planned(config: RunConfig, store: LocalStore, ref: ArtifactRef) -> tuple[RunConfig, RunPlan]:
+def _planned(config: RunConfig, store: LocalStore, ref: ArtifactRef) -> RunPlan:
     """What the configuration makes; of an imported capture what it would import, with its own dataset."""
     plan = plan_run(config)
     imported = plan_of_imported_capture(config, plan.target, store.read(ref))
     if imported is None:
-        return config, plan
+        return plan
     dataset = store.read(imported.parents["dataset"])
-    config = judged_by_reference(config)
     artifacts: dict[ArtifactKind, ArtifactPlan] = {
         "dataset": ArtifactPlan(kind="dataset", identity=dataset.identity, parents=dataset.parents),
         "capture": imported,
         "verification": plan_verification(config, imported.ref),
     }
-    return config, dataclasses.replace(plan, config=config, artifacts=artifacts)
+    return dataclasses.replace(plan, artifacts=artifacts)
 
 
 def _size_problems(plan: RunPlan, manifest: Manifest) -> list[Problem]:

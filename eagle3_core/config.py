@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from eagle3_core.errors import ConfigError
 from eagle3_core.sections import (
@@ -78,6 +78,12 @@ class RunConfig(Section):
         ge=4,
         description="Rehearse the whole path on this many prompts; quality limits then only warn.",
     )
+
+    @model_validator(mode="after")
+    def _no_limit_on_a_capture(self) -> RunConfig:
+        if self.limit is not None and self.data.capture is not None:
+            raise ValueError("limit takes fewer prompts, and data.capture takes none: leave one of them out")
+        return self
 
     @property
     def workspace_path(self) -> Path:

@@ -296,7 +296,13 @@ def _engines(number: int) -> str:
 
 
 def _extract(run: _Run) -> StageOutcome:
-    """Say what the engines went through beside what they made."""
+    """Say what the engines went through beside what they made; what was imported is not made here."""
+    plan = run.plan()
+    if run.config.data.capture is not None and not _intact(plan, plan.outputs("extract")):
+        raise StoreError(
+            f"{plan.artifacts['capture'].ref} was imported and is not intact",
+            remedy="import it again (`eagle3 capture import`): it makes only the damaged shards anew",
+        )
     outcome = _make("extract")(run)
     result = ExtractResult.model_validate(outcome.result)
     message = outcome.message

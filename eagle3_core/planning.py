@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from eagle3_core import identity
-from eagle3_core.artifacts import ArtifactKind, ArtifactPlan, ArtifactRef, Manifest
+from eagle3_core.artifacts import ArtifactKind, ArtifactPlan, ArtifactRef, Manifest, differing_keys
 from eagle3_core.config import STAGES, RunConfig, Stage
-from eagle3_core.errors import StoreError
+from eagle3_core.errors import ConfigError, StoreError
 from eagle3_core.host.engine_info import EngineVersions, engine_versions
 from eagle3_core.store.local import LocalStore
 from eagle3_core.store.open import open_store
@@ -75,7 +75,10 @@ class RunPlan:
         Raises:
             StoreError: not known yet, because an earlier stage has not run.
         """
-        return {kind: self._plan(kind, stage) for kind in STAGE_OUTPUTS[stage]}
+        made = STAGE_OUTPUTS[stage]
+        if self.config.data.capture is not None:
+            made = tuple(kind for kind in made if kind != "conversations")
+        return {kind: self._plan(kind, stage) for kind in made}
 
     def inputs(self, stage: Stage) -> dict[ArtifactKind, ArtifactRef]:
         """What a stage reads, complete in the store.
@@ -127,19 +130,18 @@ def plan_artifacts(
 ) -> dict[ArtifactKind, ArtifactPlan]:
     """Plans by kind, in the order of making."""
     identity.resolve_aux_layer_ids(config.target.aux_layer_ids, target.num_layers)
-    conversations = identity.plan_conversations(config, target, versions.vllm)
-    dataset = identity.plan_dataset(config, target, conversations.ref)
+    plans: dict[ArtifactKind, ArtifactPlan] = {}
+    capture: ArtifactPlan | None
+    if config.data.capture is not None:
+        dataset, capture = plan_imported(config, target, store, config.data.capture)
+    else:
+        plans["conversations"] = identity.plan_conversations(config, target, versions.vllm)
+        dataset = identity.plan_dataset(config, target, plans["conversations"].ref)
+        capture = _plan_capture(config, target, versions, store, dataset.ref)
     vocabulary = identity.plan_vocabulary(config, target, dataset.ref)
-    plans: dict[ArtifactKind, ArtifactPlan] = {
-        "conversations": conversations,
-        "dataset": dataset,
-        "vocabulary": vocabulary,
-    }
-    content_hash = dataset_content_hash(store, dataset.ref)
-    if content_hash is None:
+    plans |= {"dataset": dataset, "vocabulary": vocabulary}
+    if capture is None:
         return plans
-    engine = versions.capture_engine(config)
-    capture = identity.plan_capture(config, target, dataset.ref, content_hash, engine)
     checkpoint = identity.plan_checkpoint(config, target, capture.ref, vocabulary.ref)
     export = identity.plan_export(config, target, checkpoint.ref)
     return plans | {
@@ -149,6 +151,42 @@ def plan_artifacts(
         "export": export,
         "benchmark": identity.plan_benchmark(config, export.ref, dataset.ref, versions.vllm),
     }
+
+
+def plan_imported(
+    config: RunConfig, target: TargetInfo, store: LocalStore, name: str
+) -> tuple[ArtifactPlan, ArtifactPlan]:
+    """The plans of an imported capture's dataset and of the capture.
+
+    Raises:
+        StoreError: it is not complete in the store.
+        ConfigError: it was not imported, or with other settings than these.
+    """
+    found = store.read(ArtifactRef.parse(name))
+    planned = identity.plan_of_imported_capture(config, target, found)
+    if planned is None:
+        raise ConfigError(
+            f"data.capture names {found.ref}, which was not imported",
+            remedy="leave data.capture out: a run finds the captures that runs have made",
+        )
+    if planned.ref != found.ref:
+        differing = "; ".join(differing_keys(planned.identity, found.identity))
+        raise ConfigError(
+            f"data.capture names {found.ref}, which was imported with other settings ({differing})",
+            remedy="change the profile, or import it again with this one",
+        )
+    dataset = store.read(planned.parents["dataset"])
+    return ArtifactPlan(kind="dataset", identity=dataset.identity, parents=dataset.parents), planned
+
+
+def _plan_capture(
+    config: RunConfig, target: TargetInfo, versions: EngineVersions, store: LocalStore, dataset: ArtifactRef
+) -> ArtifactPlan | None:
+    content_hash = dataset_content_hash(store, dataset)
+    if content_hash is None:
+        return None
+    engine = versions.capture_engine(config)
+    return identity.plan_capture(config, target, dataset, content_hash, engine)
 
 
 def dataset_content_hash(store: LocalStore, dataset: ArtifactRef) -> str | None:

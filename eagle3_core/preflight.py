@@ -308,6 +308,8 @@ def check_readable(target: TargetInfo) -> None:
 
 
 def _check_prompts(config: RunConfig) -> str:
+    if config.data.capture is not None:
+        return f"none: the run trains on {config.data.capture}"
     files = prompt_files(config)
     for file in files:
         if not os.access(file, os.R_OK):

@@ -65,6 +65,11 @@ class DataConfig(Section):
         default=0.1,
         description="Share of each kind held out from training, for rows that do not name their split.",
     )
+    capture: str | None = Field(
+        default=None,
+        description="Train on this capture of the store, KIND/ID, that `eagle3 capture import` has made. Its "
+        "dataset is used, and no prompts are answered.",
+    )
     generation: GenerationConfig = Field(default=GenerationConfig(), description="The target's own answers.")
     max_length: int = Field(default=2048, ge=16, description="Longest sample in tokens; the rest is cut.")
     min_trainable_tokens: int = Field(

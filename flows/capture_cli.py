@@ -124,17 +124,15 @@ def _check(config: RunConfig, target: Path, result: ImportResult) -> float:
     Raises:
         VerificationError: the states are not the target's.
     """
-    from eagle3_core.checking import judged_by_reference
     from eagle3_core.contracts import StepSpec
     from eagle3_core.host.lines import without_secrets
     from eagle3_core.identity import plan_verification
 
-    judged = judged_by_reference(config)
     spec = StepSpec(
-        config=without_secrets(judged),
+        config=without_secrets(config),
         run_id="import",
         target_path=str(target),
-        outputs={"verification": plan_verification(judged, result.capture)},
+        outputs={"verification": plan_verification(config, result.capture)},
         inputs={"dataset": result.dataset, "capture": result.capture},
     )
     try:

@@ -26,7 +26,7 @@ from eagle3_core.contracts import ExtractResult, ImportResult, ImportSpec
 from eagle3_core.errors import DataError
 from eagle3_core.identity import IMPORTED, plan_capture, plan_imported_dataset
 from eagle3_core.step import Progress
-from eagle3_core.store.dataset import DATASET_FILE, Sample, content_hash, write_dataset
+from eagle3_core.store.dataset import DATASET_FILE, Sample, content_hash, sample_counts, write_dataset
 from eagle3_core.store.files import atomic_file
 from eagle3_core.store.local import LocalStore
 from eagle3_core.store.open import open_store
@@ -151,7 +151,15 @@ def _write_dataset(store: LocalStore, plan: ArtifactPlan, samples: Sequence[Samp
         path = writer.folder / DATASET_FILE
         with atomic_file(path) as handle:
             write_dataset(Path(handle.name), samples)
-        writer.complete([path], content_hash=content_hash(samples))
+        writer.complete(
+            [path],
+            num_read=len(samples),
+            num_kept=len(samples),
+            rejected=[],
+            num_truncated=0,
+            content_hash=content_hash(samples),
+            **sample_counts(samples),
+        )
 
 
 def _write_capture(

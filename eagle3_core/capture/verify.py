@@ -43,6 +43,7 @@ from eagle3_core.capture.verdict import (
 from eagle3_core.config import RunConfig
 from eagle3_core.contracts import BadSample, StepSpec, VerifyResult
 from eagle3_core.errors import LostObjectError, ObjectStoreError, StoreError
+from eagle3_core.identity import IMPORTED
 from eagle3_core.step import Progress
 from eagle3_core.store.condemned import condemn
 from eagle3_core.store.dataset import Sample, read_dataset
@@ -79,7 +80,8 @@ def run(spec: StepSpec, progress: Progress) -> VerifyResult:
         for entry in manifest.files
         for key, reason in entry.facts.get("quarantined", {}).items()
     }
-    checker = CaptureChecker(config, info, samples, layout, len(shards), left_out)
+    imported = str(manifest.identity.get("engine", "")).startswith(IMPORTED)
+    checker = CaptureChecker(config, info, samples, layout, len(shards), left_out, by_reference=imported)
     with FilesAhead(store, manifest, [shard.file_name for shard in shards]) as files:
         for shard in shards:
             try:
@@ -120,6 +122,7 @@ class CaptureChecker:
         layout: what the capture is meant to store.
         num_shards: shards of the whole capture.
         left_out: shard and reason of each sample that the capture has quarantined, by key.
+        by_reference: a reference forward says which token must follow: somebody else made the answers.
     """
 
     def __init__(
@@ -130,11 +133,12 @@ class CaptureChecker:
         layout: ShardLayout,
         num_shards: int,
         left_out: Mapping[str, tuple[str, str]] = MappingProxyType({}),
+        by_reference: bool = False,
     ) -> None:
         self._left_out = left_out
         self._config, self._info, self._samples, self._layout = config, info, samples, layout
         self._head = FinalHead(info, config.engine.device)
-        self._greedy = config.data.generation.temperature == 0
+        self._greedy = config.data.generation.temperature == 0 and not by_reference
         self._reference: ReferenceModel | None = None
         self.findings = Findings(
             quarantined=[

@@ -30,7 +30,13 @@ from eagle3_core.data.vocabulary import answer_counts, build_vocabulary, save_vo
 from eagle3_core.errors import DataError
 from eagle3_core.identity import prompt_facts, prompt_files, prompt_hashes
 from eagle3_core.step import Progress
-from eagle3_core.store.dataset import DATASET_FILE, Sample, content_hash, read_dataset, write_dataset
+from eagle3_core.store.dataset import (
+    DATASET_FILE,
+    content_hash,
+    read_dataset,
+    sample_counts,
+    write_dataset,
+)
 from eagle3_core.store.files import atomic_file
 from eagle3_core.store.open import open_store
 
@@ -67,6 +73,11 @@ class _Preparation:
 
     def run(self) -> PrepareResult:
         if not self._reuses("dataset"):
+            if "conversations" not in self._spec.outputs:
+                raise DataError(
+                    f"{self._spec.outputs['dataset'].ref} was imported and is not intact",
+                    remedy="import it again (`eagle3 capture import`)",
+                )
             if not self._reuses("conversations"):
                 self._make_conversations()
             self._make_dataset()
@@ -151,7 +162,7 @@ class _Preparation:
         made = build_samples(conversations, self._chat, data.max_length, data.min_trainable_tokens)
         earlier = [Rejection.model_validate(rejection) for rejection in facts["rejected"]]
         ledger = Ledger(facts["num_read"], len(made.samples), earlier + made.rejected)
-        counts = _counts(made.samples)
+        counts = sample_counts(made.samples)
         self._check(ledger, counts)
         if made.num_unmasked_answers:
             logger.warning(
@@ -218,13 +229,3 @@ class _Preparation:
 def _complete(prompts: Sequence[Prompt], made: Regenerated) -> list[Conversation]:
     answers = made.answers
     return [Conversation(prompt, answers[prompt.key]) for prompt in prompts if prompt.key in answers]
-
-
-def _counts(samples: Sequence[Sample]) -> dict[str, int]:
-    num_train = sum(sample.split == "train" for sample in samples)
-    return {
-        "num_train": num_train,
-        "num_heldout": len(samples) - num_train,
-        "num_tokens": sum(map(len, samples)),
-        "num_trainable_tokens": int(sum(sample.loss_mask.sum() for sample in samples)),
-    }

@@ -147,7 +147,7 @@ def _fewer_samples(case: Case, lacking: FileSystemEstimate) -> Iterator[SpaceOpt
         changed = _forget(case, config.model_copy(update={"limit": count}), ())
         return replace(changed, load=case.load.head(count))
 
-    if most <= fewest or not _fits(limited(fewest), lacking):
+    if config.data.capture is not None or most <= fewest or not _fits(limited(fewest), lacking):
         return
     while most - fewest > 1:
         middle = (fewest + most) // 2

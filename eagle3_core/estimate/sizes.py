@@ -56,7 +56,7 @@ def artifact_sizes(config: RunConfig, target: TargetInfo, load: Load) -> dict[Ar
     export = EXPORT_ELEMENT_BYTES * (trained + kept + embedding) + mapping + DRAFT_CONFIG_BYTES
     prompts, answer = config.benchmark.num_prompts, config.benchmark.max_tokens
     benchmark = prompts * (BENCHMARK_BYTES_PER_PROMPT + BENCHMARK_BYTES_PER_TOKEN * answer)
-    return {
+    sizes: dict[ArtifactKind, Size] = {
         "conversations": Size(conversations, 2 * conversations),
         "dataset": _same(dataset + 2 * MANIFEST_BYTES),
         "vocabulary": _same(mapping + MANIFEST_BYTES),
@@ -66,6 +66,9 @@ def artifact_sizes(config: RunConfig, target: TargetInfo, load: Load) -> dict[Ar
         "export": _same(len(config.export.engines) * export + MANIFEST_BYTES),
         "benchmark": _same(benchmark + 2 * MANIFEST_BYTES),
     }
+    if config.data.capture is not None:
+        del sizes["conversations"]
+    return sizes
 
 
 def capture_bytes(config: RunConfig, target: TargetInfo, load: Load) -> int:

@@ -109,6 +109,17 @@ def content_hash(samples: Sequence[Sample]) -> str:
     return digest.hexdigest()[:32]
 
 
+def sample_counts(samples: Sequence[Sample]) -> dict[str, int]:
+    """Samples by split and their tokens, as a dataset's manifest has them."""
+    num_train = sum(sample.split == "train" for sample in samples)
+    return {
+        "num_train": num_train,
+        "num_heldout": len(samples) - num_train,
+        "num_tokens": sum(map(len, samples)),
+        "num_trainable_tokens": int(sum(sample.loss_mask.sum() for sample in samples)),
+    }
+
+
 def benchmark_samples(samples: Sequence[Sample], num_prompts: int) -> list[Sample]:
     """The held-out samples that the benchmark decodes: the first of each kind in turn, in dataset order."""
     by_kind: dict[str, list[Sample]] = {}

@@ -13,13 +13,20 @@ from datasets import load_from_disk
 from safetensors.torch import load_file, save_file
 
 from eagle3_core.capture import export_folder, extract, import_folder, verify
+from eagle3_core.config import RunConfig, Stage, parse_config
 from eagle3_core.contracts import ExportCaptureSpec, ForeignFormat, ImportResult, ImportSpec, StepSpec
-from eagle3_core.errors import DataError, Eagle3Error, TargetError
+from eagle3_core.data import prepare
+from eagle3_core.errors import ConfigError, DataError, Eagle3Error, TargetError
+from eagle3_core.host.engine_info import EngineVersions
 from eagle3_core.identity import plan_verification
+from eagle3_core.planning import RunPlan, plan_artifacts, plan_imported
 from eagle3_core.step import Progress
 from eagle3_core.store.dataset import read_dataset
 from eagle3_core.store.local import LocalStore
+from eagle3_core.store.open import open_store
 from eagle3_core.store.shards import CapturedSample, ShardReader
+from eagle3_core.target.info import inspect_target
+from eagle3_core.training import train
 from tests.capture.runs import capture_folder, capture_spec, make_samples
 from tests.tiny import make_tiny_target
 
@@ -94,15 +101,63 @@ def test_a_capture_that_goes_out_and_comes_back_has_the_same_states_and_passes_t
     assert store.is_intact(result.capture)
     again, _ = import_from(made, exported[form], form, tmp_path / "store")
     assert (again.capture, again.num_new_shards, result.num_new_shards) == (result.capture, 0, 2)
-    generation = made.config.data.generation.model_copy(update={"temperature": 1.0})
-    data = made.config.data.model_copy(update={"generation": generation})
-    config = made.config.model_copy(update={"store": str(tmp_path / "store"), "data": data})
+    config = made.config.model_copy(update={"store": str(tmp_path / "store")})
     checked = StepSpec(
         config=config, run_id="r", target_path=made.target_path,
         outputs={"verification": plan_verification(config, result.capture)},
         inputs={"dataset": result.dataset, "capture": result.capture},
     )  # fmt: skip
     assert verify.run(checked, PROGRESS).agreement == 1.0
+
+
+def test_a_profile_that_names_an_imported_capture_trains_on_it(
+    made: StepSpec, exported: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = copy(exported[V1], tmp_path / "folder")
+    for path in folder.glob("data_*.pt"):
+        document = torch.load(path, weights_only=True)
+        del document["split"]
+        torch.save(document, path)
+    data = {"heldout_fraction": 0.5, "min_trainable_tokens": 2}
+    sections = {"store": str(tmp_path / "store"), "train": {"num_epochs": 1, "pack_tokens": 64}}
+    config = RunConfig.model_validate(made.config.model_dump() | sections | {"data": data})
+    spec = ImportSpec(config=config, target_path=made.target_path, folder=str(folder), format=V1)
+    imported = import_folder.run(spec, PROGRESS)
+    store, versions = open_store(config), EngineVersions(python="3.11", packages={"vllm": "0"})
+    info = inspect_target(Path(made.target_path))
+
+    def planned(capture: str) -> RunPlan:
+        changed = RunConfig.model_validate(config.model_dump() | {"data": data | {"capture": capture}})
+        plans = plan_artifacts(changed, info, versions, store)
+        return RunPlan(changed, Path(made.target_path), info, versions, store, plans)
+
+    plan = planned(str(imported.capture))
+    assert (plan.artifacts["dataset"].ref, plan.artifacts["capture"].ref) == (
+        imported.dataset, imported.capture,
+    )  # fmt: skip
+
+    def step(stage: Stage) -> StepSpec:
+        return StepSpec(
+            config=plan.config,
+            run_id="r",
+            target_path=made.target_path,
+            outputs={str(kind): one for kind, one in plan.outputs(stage).items()},
+            inputs={str(kind): ref for kind, ref in plan.inputs(stage).items()},
+        )
+
+    prepared = prepare.run(step("prepare"), PROGRESS)
+    assert (prepared.num_kept, prepared.num_train, prepared.num_heldout) == (4, 2, 2)
+    assert store.is_intact(plan.outputs("extract")["capture"].ref)
+    assert verify.run(step("verify"), PROGRESS).agreement == 1.0
+    assert train.run(step("train"), PROGRESS).num_steps > 0
+    changed = config.model_copy(update={"capture": config.capture.model_copy(update={"shard_bytes": 8192})})
+    with pytest.raises(ConfigError, match=r"imported with other settings .*shard_bytes"):
+        plan_imported(changed, info, store, str(imported.capture))
+    own = LocalStore(made.config.store_path)
+    with pytest.raises(ConfigError, match=r"which was not imported; leave data.capture out"):
+        plan_imported(made.config, info, own, str(made.outputs["capture"].ref))
+    with pytest.raises(ConfigError, match="limit takes fewer prompts"):
+        parse_config(plan.config.model_dump() | {"limit": 4})
 
 
 def test_the_exported_folders_are_what_their_projects_read(made: StepSpec, exported: dict[str, Path]) -> None:
