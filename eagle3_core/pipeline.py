@@ -241,6 +241,7 @@ def _make(stage: StepName) -> Callable[[_Run], StageOutcome]:
         outputs, inputs = plan.outputs(stage), plan.inputs(stage)  # type: ignore[arg-type]
         reused = _intact(plan, outputs) and not (stage == "verify" and _is_outdated(plan))
         if not reused:
+            _check_not_imported(plan, stage)
             _check_inputs(plan, stage, inputs)
             _tell_of_the_trash(plan, outputs)
             _reserve(run, plan, stage)  # type: ignore[arg-type]
@@ -255,6 +256,19 @@ def _make(stage: StepName) -> Callable[[_Run], StageOutcome]:
         return _outcome(run, plan, stage, outputs, reused)
 
     return handler
+
+
+def _check_not_imported(plan: RunPlan, stage: str) -> None:
+    """Refuse to capture what was imported: an engine of ours would make other states.
+
+    Raises:
+        StoreError: the imported capture is not intact.
+    """
+    if stage == "extract" and plan.config.data.capture is not None:
+        raise StoreError(
+            f"{plan.artifacts['capture'].ref} was imported and is not intact",
+            remedy="import it again (`eagle3 capture import`): it makes only the damaged shards anew",
+        )
 
 
 def _tell_of_the_trash(plan: RunPlan, outputs: dict[ArtifactKind, ArtifactPlan]) -> None:
@@ -296,13 +310,7 @@ def _engines(number: int) -> str:
 
 
 def _extract(run: _Run) -> StageOutcome:
-    """Say what the engines went through beside what they made; what was imported is not made here."""
-    plan = run.plan()
-    if run.config.data.capture is not None and not _intact(plan, plan.outputs("extract")):
-        raise StoreError(
-            f"{plan.artifacts['capture'].ref} was imported and is not intact",
-            remedy="import it again (`eagle3 capture import`): it makes only the damaged shards anew",
-        )
+    """Say what the engines went through beside what they made."""
     outcome = _make("extract")(run)
     result = ExtractResult.model_validate(outcome.result)
     message = outcome.message
