@@ -1,7 +1,7 @@
 """Files that were found wrong, whatever their hash says: the stage that makes them makes them anew.
 
 The record lies beside the artifacts and names each file with the hash of the content that was found wrong, so
-it holds for that content alone. It goes when the artifact is complete again.
+it holds for that content alone. It goes when the same content was made anew.
 """
 
 from __future__ import annotations
@@ -59,9 +59,17 @@ def condemned(store: LocalStore, manifest: Manifest) -> dict[str, str]:
     }
 
 
-def pardon(store: LocalStore, ref: ArtifactRef) -> None:
-    """Forget what was wrong with an artifact: all of it has been made anew."""
-    store.notes(PLACE).remove(_name(ref))
+def pardon(store: LocalStore, manifest: Manifest) -> None:
+    """Forget what was wrong with the files of a complete artifact: all of it has been made anew.
+
+    What is known of other contents stays: they may lie in the trash, and come back from there.
+    """
+    record, contents = _read(store, manifest.ref), {one.path: one.xxh3_128 for one in manifest.files}
+    others = {path: found for path, found in record.items() if contents.get(path) != found.content}
+    if others:
+        store.notes(PLACE).write(_name(manifest.ref), RECORD.dump_json(others, indent=1).decode())
+    else:
+        store.notes(PLACE).remove(_name(manifest.ref))
 
 
 def _name(ref: ArtifactRef) -> str:

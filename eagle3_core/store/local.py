@@ -271,7 +271,7 @@ class ArtifactWriter:
             self.files[entry.path] = entry
         self.facts |= facts
         manifest = self._write("complete", seconds)
-        pardon(self._home, self.ref)
+        pardon(self._home, manifest)
         # Not before: as long as the manifest does not say complete, a resume needs these files.
         for path in strangers(self.folder, manifest):
             path.unlink(missing_ok=True)

@@ -132,7 +132,7 @@ class RemoteWriter(ArtifactWriter):
         self.files = {path: self._proven[path] for path in self.files}
         manifest = self._write("complete", seconds)
         self._put(manifest)
-        pardon(self._remote, self.ref)
+        pardon(self._remote, manifest)
         # Not before: as long as the manifest does not say complete, a resume needs these files.
         for path in strangers(self.folder, manifest):
             path.unlink(missing_ok=True)

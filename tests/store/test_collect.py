@@ -363,5 +363,5 @@ def test_a_capture_that_was_found_wrong_after_its_verification_replaces_none(sto
     old, new = runs
     condemn(store, store.read(new.capture), {"content.bin": "of another layer"})
     assert actions(gc(store))[str(old.capture)] == "kept"
-    pardon(store, new.capture)
+    pardon(store, store.read(new.capture))
     assert actions(gc(store))[str(old.capture)] == "to trash"

@@ -41,8 +41,10 @@ def test_a_condemned_file_is_a_problem_and_the_next_writer_makes_it_anew(store: 
 
 
 def test_what_was_made_anew_with_other_content_is_not_condemned(store: LocalStore) -> None:
-    condemn(store, make(store), {"b": "wrong"})
+    wrong = make(store)
+    condemn(store, wrong, {"b": "wrong"})
     assert condemned(store, make(store, b="better")) == {}
+    assert list(condemned(store, wrong)) == ["b"], "it may come back from the trash"
 
 
 def test_the_same_content_made_anew_is_condemned_until_the_artifact_is_complete(store: LocalStore) -> None:
