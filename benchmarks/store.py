@@ -10,14 +10,13 @@
 
 The two sides of a comparison take turns, and who begins changes from round to round. Before each turn of
 `verify` and `cached` the kernel is told to forget the files, so the disk is read. The S3 server is moto's, in
-this process, and only fills the cache. A ratio above 1 says that the store is the faster one.
+a process of its own, and only fills the cache. A ratio above 1 says that the store is the faster one.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import logging
 import os
 import random
 import shutil
@@ -33,6 +32,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from benchmarks.s3_server import empty_s3_server
 from eagle3_core.artifacts import ArtifactPlan, Manifest
 from eagle3_core.config import RunConfig, parse_config
 from eagle3_core.store.dataset import Sample
@@ -250,10 +250,8 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     result["capture_bytes"], result["shard_bytes"] = manifest.bytes, manifest.files[0].bytes
     result["verify"] = measure_verify(local, manifest, options.rounds)
     result["write"] = measure_write(folder / "write", pack(samples, layout), options.rounds)
-    with s3_server() as url:
-        result["cached"] = measure_cached(
-            make_config(folder, url, 2 * manifest.bytes), local, manifest, options.rounds
-        )
+    config = make_config(folder, start_s3(), 2 * manifest.bytes)
+    result["cached"] = measure_cached(config, local, manifest, options.rounds)
     return result
 
 
@@ -267,24 +265,14 @@ def pack(samples: Sequence[CapturedSample], layout: ShardLayout) -> PackedShard:
     return packed
 
 
-class s3_server:  # noqa: N801 - used as a function
-    """moto's server with an empty bucket, as a context manager that gives its URL."""
+def start_s3() -> str:
+    """moto's server with an empty bucket; gives its URL."""
+    import boto3
 
-    def __enter__(self) -> str:
-        import boto3
-        from moto.server import ThreadedMotoServer
-
-        logging.getLogger("werkzeug").setLevel(logging.ERROR)
-        os.environ |= {"AWS_ACCESS_KEY_ID": "benchmark", "AWS_SECRET_ACCESS_KEY": "benchmark"}
-        self._server = ThreadedMotoServer(port=0, verbose=False)
-        self._server.start()
-        host, port = self._server.get_host_and_port()
-        url = f"http://{host}:{port}"
-        boto3.client("s3", endpoint_url=url, region_name="us-east-1").create_bucket(Bucket=BUCKET)
-        return url
-
-    def __exit__(self, *error: object) -> None:
-        self._server.stop()
+    os.environ |= {"AWS_ACCESS_KEY_ID": "benchmark", "AWS_SECRET_ACCESS_KEY": "benchmark"}
+    url = empty_s3_server()
+    boto3.client("s3", endpoint_url=url, region_name="us-east-1").create_bucket(Bucket=BUCKET)
+    return url
 
 
 def make_config(folder: Path, url: str, cache_bytes: int) -> RunConfig:

@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from benchmarks.s3_server import empty_s3_server
+
 BUCKET = "captured-states"
 MIB = 1 << 20
 CREDENTIALS = {
@@ -318,22 +320,14 @@ class S3:
 @contextlib.contextmanager
 def running_s3() -> Iterator[S3]:
     """A server for a module of tests; credentials that it takes are in the environment."""
-    import logging
-
-    from moto.server import ThreadedMotoServer
-
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
     before = {name: os.environ.get(name) for name in CREDENTIALS}
     os.environ.update(CREDENTIALS)
-    server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    proxy = Proxy((host, port))
+    url = empty_s3_server()
+    proxy = Proxy(("127.0.0.1", int(url.rpartition(":")[2])))
     try:
-        yield S3(f"http://{host}:{port}", proxy)
+        yield S3(url, proxy)
     finally:
         proxy.close()
-        server.stop()
         for name, value in before.items():
             os.environ.pop(name, None)
             if value is not None:
