@@ -304,7 +304,7 @@ def print_table(options: argparse.Namespace, result: dict[str, Any]) -> None:
             f"{found['ratio']:.3f} (by round {by_round})"
         )
     uncached = result["capture_bytes"] / result["cached"]["uncached_seconds"] / 2**20
-    print(f"         the first epoch, from the server of this process: {uncached:,.0f} MiB/s")
+    print(f"         the first epoch, from the server on this machine: {uncached:,.0f} MiB/s")
     for policy, found in result["bytes_per_token"].items():
         print(
             f"bytes    {policy}: {found['states']:,.0f} a token of states, {found['file']:,.0f} of file, "
