@@ -119,17 +119,11 @@ class LocalStore:
         """
         path = self.folder(ref) / MANIFEST_NAME
         try:
-            manifest = Manifest.model_validate_json(path.read_bytes())
+            return parse_manifest(path.read_bytes(), ref, str(path), "remove that folder")
         except FileNotFoundError:
             return None
-        except (OSError, ValidationError) as error:
-            reason = " ".join(str(error).split())
-            raise StoreError(
-                f"the manifest {path} cannot be read ({reason})", remedy="remove that folder"
-            ) from error
-        if manifest.ref != ref:
-            raise StoreError(f"{path} describes {manifest.ref}", expected=str(ref), remedy="move it back")
-        return manifest
+        except OSError as error:
+            raise _unreadable(str(path), error, "remove that folder") from error
 
     def read(self, ref: ArtifactRef) -> Manifest:
         """The manifest of a complete artifact.
@@ -307,3 +301,29 @@ def strangers(folder: Path, manifest: Manifest) -> list[Path]:
         for path in sorted(folder.rglob("*"))
         if path.is_file() and path.relative_to(folder).as_posix() not in keep and not is_lock_file(path)
     ]
+
+
+def parse_manifest(text: bytes, ref: ArtifactRef, place: str, remedy: str) -> Manifest:
+    """The manifest of an artifact.
+
+    Args:
+        text: its JSON.
+        ref: the artifact that it must describe.
+        place: where it lies.
+        remedy: what to do if it is no manifest.
+
+    Raises:
+        StoreError: it is none, or another artifact's.
+    """
+    try:
+        manifest = Manifest.model_validate_json(text)
+    except ValidationError as error:
+        raise _unreadable(place, error, remedy) from error
+    if manifest.ref != ref:
+        raise StoreError(f"{place} describes {manifest.ref}", expected=str(ref), remedy="move it back")
+    return manifest
+
+
+def _unreadable(place: str, error: Exception, remedy: str) -> StoreError:
+    reason = " ".join(str(error).split())
+    return StoreError(f"the manifest {place} cannot be read ({reason})", remedy=remedy)

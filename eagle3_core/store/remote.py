@@ -19,8 +19,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pydantic import ValidationError
-
 from eagle3_core.artifacts import (
     ARTIFACT_KINDS,
     ID_LENGTH,
@@ -37,7 +35,7 @@ from eagle3_core.sections import ObjectStoreConfig
 from eagle3_core.store.condemned import condemned
 from eagle3_core.store.files import file_entry, file_problem, remove_temporary_files, write_atomic
 from eagle3_core.store.lease import hold_lease
-from eagle3_core.store.local import MANIFEST_NAME, LocalStore
+from eagle3_core.store.local import MANIFEST_NAME, LocalStore, parse_manifest
 from eagle3_core.store.locks import folder_lock
 from eagle3_core.store.objects import ObjectClient
 from eagle3_core.store.remote_writer import RemoteWriter
@@ -238,16 +236,7 @@ class RemoteStore(LocalStore):
 
     def _parse(self, ref: ArtifactRef, text: bytes) -> Manifest:
         url = self.client.url(object_key(ref, MANIFEST_NAME))
-        try:
-            manifest = Manifest.model_validate_json(text)
-        except ValidationError as error:
-            reason = " ".join(str(error).split())
-            raise StoreError(
-                f"the manifest {url} cannot be read ({reason})", remedy="remove that artifact"
-            ) from error
-        if manifest.ref != ref:
-            raise StoreError(f"{url} describes {manifest.ref}", expected=str(ref), remedy="move it back")
-        return manifest
+        return parse_manifest(text, ref, url, "remove that artifact")
 
     def _scratch(self) -> Path:
         """A folder for this process's downloads; those of processes that are gone are removed."""

@@ -25,11 +25,12 @@ from eagle3_core.store.locks import folder_lock
 from eagle3_core.store.trash import FolderTrash, find_entry
 from eagle3_core.store.uses import RunUse, end_use
 from tests.disks import small_disk
+from tests.kills import num_kills
 from tests.store.artifacts import NOW, Chain, add, add_run
 
 OLD = RetentionConfig(older_than_days=14)
 NOTHING = RetentionConfig()
-KILLS = int(os.environ.get("EAGLE3_KILLS", "8"))
+KILLS = num_kills()
 
 
 @pytest.fixture

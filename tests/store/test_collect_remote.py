@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import signal
 import subprocess
@@ -26,6 +25,7 @@ from eagle3_core.store.remote import RemoteStore
 from eagle3_core.store.trash import find_entry
 from eagle3_core.store.uses import RunUse, current_uses, end_use
 from tests.doubles.s3 import BUCKET, S3
+from tests.kills import num_kills
 from tests.store.artifacts import NOW, Chain, add_run
 
 pytestmark = pytest.mark.orchestrator
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.orchestrator
 OLD = RetentionConfig(older_than_days=14)
 NOTHING = RetentionConfig()
 LATER = NOW + timedelta(days=3650)
-KILLS = int(os.environ.get("EAGLE3_KILLS", "8")) // 8
+KILLS = num_kills() // 8
 CHILD = """
 import sys
 from pathlib import Path

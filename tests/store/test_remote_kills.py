@@ -16,9 +16,10 @@ import pytest
 from eagle3_core.store.files import hash_file
 from eagle3_core.store.remote import RemoteStore
 from tests.doubles.s3 import BUCKET, MIB, S3, Slow
+from tests.kills import num_kills
 from tests.store.test_remote import PLAN, PREFIX, make_store, shard, wait_for
 
-KILLS = int(os.environ.get("EAGLE3_KILLS", "8")) // 4
+KILLS = num_kills() // 4
 
 WORKER = """
 import sys
