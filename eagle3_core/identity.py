@@ -30,6 +30,8 @@ STEP_VERSION: dict[ArtifactKind, int] = {
 }
 IMPORTED = "imported "
 """Begins the name of the engine of what another project has made."""
+WITHOUT_EFFECT = {"checkpoint_every_seconds", "keep_last", "tensorboard"}
+"""Settings of training that change nothing in a finished checkpoint."""
 BUILTIN_PROMPTS = Path(__file__).parent / "data" / "builtin" / "prompts.jsonl"
 
 
@@ -142,10 +144,10 @@ def plan_verification(config: RunConfig, capture: ArtifactRef) -> ArtifactPlan:
 def plan_checkpoint(
     config: RunConfig, target: TargetInfo, capture: ArtifactRef, vocabulary: ArtifactRef
 ) -> ArtifactPlan:
-    """The trained draft; how often it is saved does not matter."""
+    """The trained draft; how often it is saved and what is shown meanwhile does not matter."""
     benchmark = config.benchmark
     identity = {
-        "train": config.train.model_dump(mode="json", exclude={"checkpoint_every_seconds"}),
+        "train": config.train.model_dump(mode="json", exclude=WITHOUT_EFFECT),
         "draft": config.draft.model_dump(mode="json") | {"vocab_size": draft_vocab_size(config, target)},
         "replay": {
             "max_tokens": benchmark.max_tokens,
@@ -158,7 +160,8 @@ def plan_checkpoint(
 
 def plan_export(config: RunConfig, target: TargetInfo, checkpoint: ArtifactRef) -> ArtifactPlan:
     """The folder that engines load; it names the target, so a target that was moved gives another one."""
-    identity = config.export.model_dump(mode="json") | {"verifier": verifier_name(config, target.path)}
+    identity = config.export.model_dump(mode="json", exclude={"serving"})
+    identity["verifier"] = verifier_name(config, target.path)
     return _plan("export", identity, parents={"checkpoint": checkpoint})
 
 
