@@ -22,7 +22,7 @@ from eagle3_core.contracts import AcceptanceFigures
 from eagle3_core.serving.acceptance import TargetPass
 from eagle3_core.target.weights import FinalHead
 from eagle3_core.training.loader import PackReader, ReadAhead, plan_in_order
-from eagle3_core.training.loss import LossParts, Teacher, draft_choices, pack_loss, step_weights
+from eagle3_core.training.loss import LossParts, Teacher, pack_loss, step_weights
 from eagle3_core.training.replay import replay_figures, replay_passes
 from eagle3_core.training.ttt import Pack, ttt_forward
 
@@ -102,8 +102,9 @@ class HeldoutEvaluator:
             with torch.no_grad():
                 hidden = ttt_forward(draft, pack, teacher.head.dtype)
                 weights = [1.0] * len(hidden)
-                parts = pack_loss(hidden, head, pack.final_states, teacher, pack.plan, weights)
-                choices = [target_ids[ids].cpu() for ids in draft_choices(hidden, head)]
+                kind = self._config.train.loss
+                parts = pack_loss(hidden, head, pack.final_states, teacher, pack.plan, weights, kind)
+                choices = [target_ids[ids].cpu() for ids in parts.choices]
                 if number not in self._argmax:
                     self._argmax[number] = self._full_argmax(pack.final_states)
             tally.add(pack, parts, choices, self._argmax[number])

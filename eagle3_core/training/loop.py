@@ -197,7 +197,7 @@ class Trainer:
         hidden = ttt_forward(self.draft, pack, self.teacher.head.dtype)
         weights = step_weights(pack.plan.counts, train.step_loss_decay)
         head = self.draft.lm_head.weight if self.config.draft.train_lm_head else self.teacher.head
-        return pack_loss(hidden, head, pack.final_states, self.teacher, pack.plan, weights)
+        return pack_loss(hidden, head, pack.final_states, self.teacher, pack.plan, weights, train.loss)
 
     def _count(self, parts: LossParts, loss: float, norm: float, rate: float, pack: Pack) -> None:
         position = self.position

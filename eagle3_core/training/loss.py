@@ -1,16 +1,14 @@
-"""Forward KL of the draft to the target's distribution, LM head included, without logits of a whole pack.
+"""The loss of a pack, LM head included, without logits of a whole pack.
 
 Legend: n labels (rows that a loss term reads), M_k loss rows of step k, T steps, H hidden size, D draft
 vocabulary.
 
-The loss of a pack is sum_k decay^k * S_k / n_k, with S_k the sum over the loss rows of step k of
-
-    KL(p || q) = sum_v p_v log p_v - sum_v p_v z_v + logsumexp(z)      p: teacher, z: the draft's logits
-
-where p is the softmax of the target's logits over the draft vocabulary. The gradient by z is q - p, so both
-products with the LM head and the gradient are computed in one pass over chunks of labels, in the forward
-pass: the teacher's logits of a label are computed once and serve all steps, and fp32 logits exist for one
-chunk only.
+The loss of a pack is sum_k decay^k * S_k / n_k, with S_k the sum over the loss rows of step k of one of the
+`losses`, by default KL(p || q): p is the softmax of the target's logits over the draft vocabulary, q the
+draft's distribution. Each has its gradient by the draft's logits in closed form, so both products with the LM
+head and the gradient are computed in one pass over chunks of labels, in the forward pass: the teacher's
+logits of a label are computed once and serve all steps, and fp32 logits exist for one chunk only. The draft's
+greedy choices fall out of the same pass.
 """
 
 from __future__ import annotations
@@ -23,6 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eagle3_core.sections import LossConfig
+from eagle3_core.training.losses import row_losses
 from eagle3_core.training.rows import RowPlan
 
 CHUNK_ELEMENTS = 1 << 20
@@ -58,11 +58,13 @@ class LossParts:
         loss: scalar with a gradient: sum_k decay^k * S_k / n_k over the weights given.
         step_sums: [T] fp32, S_k.
         counts: loss rows of each step (n_k).
+        choices: for each step the draft's greedy choices, [M_k] int64 draft ids.
     """
 
     loss: Tensor
     step_sums: Tensor
     counts: list[int]
+    choices: tuple[Tensor, ...]
 
 
 def step_weights(counts: Sequence[int], decay: float) -> list[float]:
@@ -77,6 +79,7 @@ def pack_loss(
     teacher: Teacher,
     plan: RowPlan,
     weights: Sequence[float],
+    kind: LossConfig | None = None,
 ) -> LossParts:
     """The loss of a pack.
 
@@ -87,30 +90,36 @@ def pack_loss(
         teacher: the target's norm and head.
         plan: which label each loss row is compared with.
         weights: factor of S_k in the loss, from `step_weights`.
+        kind: the loss of a row; None is KL.
     """
-    loss, sums = _ChunkedKL.apply(head, final_states, teacher, plan, tuple(weights), *hidden)
-    return LossParts(loss, sums, plan.counts)
+    row_loss = kind or LossConfig()
+    loss, sums, *choices = _ChunkedLoss.apply(
+        row_loss, head, final_states, teacher, plan, tuple(weights), *hidden
+    )
+    return LossParts(loss, sums, plan.counts, tuple(choices))
 
 
-class _ChunkedKL(torch.autograd.Function):
+class _ChunkedLoss(torch.autograd.Function):
     """Loss and gradients in one pass; the backward pass only scales them."""
 
     @staticmethod
     def forward(
         ctx: Any,
+        kind: LossConfig,
         head: Tensor,
         final_states: Tensor,
         teacher: Teacher,
         plan: RowPlan,
         weights: tuple[float, ...],
         *hidden: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        needs_head = ctx.needs_input_grad[0]
-        needs_hidden = any(ctx.needs_input_grad[5:])
+    ) -> tuple[Tensor, ...]:
+        needs_head = ctx.needs_input_grad[1]
+        needs_gradient = needs_head or any(ctx.needs_input_grad[6:])
         compute = head.to(teacher.head.dtype)
         sums = torch.zeros(len(hidden), dtype=torch.float32, device=head.device)
         grad_head = torch.zeros(head.shape, dtype=torch.float32, device=head.device) if needs_head else None
         grads = [torch.zeros_like(states) for states in hidden]
+        choices = [torch.zeros(len(states), dtype=torch.int64, device=head.device) for states in hidden]
         normal = teacher.normalise(final_states)
         for start, end, parts in _chunks(plan, len(teacher.head)):
             log_target = torch.log_softmax((normal[start:end] @ teacher.head.T).float(), dim=-1)
@@ -123,37 +132,26 @@ class _ChunkedKL(torch.autograd.Function):
                 states = hidden[step][first:last].to(compute.dtype)
                 wanted = target if len(index) == len(target) else target[index]
                 logits = (states @ compute.T).float()
-                total = torch.logsumexp(logits, dim=-1, keepdim=True)
-                cross = torch.linalg.vecdot(wanted, logits)
-                sums[step] += (negative_entropy[index] - cross + total.squeeze(-1)).sum()
-                if not (needs_hidden or needs_head):
+                choices[step][first:last] = logits.argmax(-1)
+                losses, grad = row_losses(kind, logits, wanted, negative_entropy[index], needs_gradient)
+                sums[step] += losses.sum()
+                if grad is None:
                     continue
-                grad = logits.sub_(total).exp_().sub_(wanted).mul_(weights[step]).to(compute.dtype)
+                grad = grad.mul_(weights[step]).to(compute.dtype)
                 grads[step][first:last] = grad @ compute
                 if grad_head is not None:
                     grad_head += grad.T @ states
         ctx.save_for_backward(*([grad_head] if grad_head is not None else []), *grads)
         ctx.has_head = grad_head is not None
-        ctx.mark_non_differentiable(sums)
+        ctx.mark_non_differentiable(sums, *choices)
         factors = torch.tensor(weights, dtype=torch.float32, device=head.device)
-        return (sums * factors).sum(), sums
+        return (sums * factors).sum(), sums, *choices
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         saved = [tensor * grad_loss for tensor in ctx.saved_tensors]
         grad_head = saved.pop(0) if ctx.has_head else None
-        return grad_head, None, None, None, None, *saved
-
-
-def draft_choices(hidden: Sequence[Tensor], head: Tensor) -> list[Tensor]:
-    """The draft's greedy choice, [M_k] draft ids of each step, from normalised hidden states [M_k, H]."""
-    size = max(1, CHUNK_ELEMENTS // len(head))
-    return [
-        torch.cat([(part.to(head.dtype) @ head.T).argmax(-1) for part in states.split(size)])
-        if len(states)
-        else torch.zeros(0, dtype=torch.int64, device=head.device)
-        for states in hidden
-    ]
+        return None, grad_head, None, None, None, None, *saved
 
 
 def _chunks(plan: RowPlan, vocabulary: int) -> list[tuple[int, int, list[tuple[int, int]]]]:
