@@ -25,6 +25,7 @@ from eagle3_core.training.epoch_data import EpochData
 from eagle3_core.training.evaluate import Evaluation
 from eagle3_core.training.loader import PackReader, ReadAhead, plan_packs
 from eagle3_core.training.loss import LossParts, Teacher, pack_loss, step_weights
+from eagle3_core.training.optimizers import Optimizers
 from eagle3_core.training.schedule import learning_rate
 from eagle3_core.training.ttt import Pack, ttt_forward
 
@@ -114,12 +115,7 @@ class Trainer:
         self.draft, self.config, self.reader = draft, config, reader
         self.evaluate, self.resume, self.metrics, self.progress = evaluate, resume, metrics, progress
         self.parameters = trained_parameters(draft)
-        self.optimizer = torch.optim.AdamW(
-            _groups(self.parameters, train.weight_decay),
-            lr=train.learning_rate,
-            betas=train.betas,
-            fused=True,
-        )
+        self.optimizers = Optimizers(self.parameters, train)
         self.device = next(iter(self.parameters.values())).device
         self.teacher = teacher_of(draft, DTYPES[train.compute_dtype])
         lengths = [sample.num_tokens for sample in reader.samples]
@@ -175,8 +171,6 @@ class Trainer:
             position.skipped_packs += 1
             logger.warning("skipped a pack without a loss row: %s", ", ".join(pack.keys))
             return
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
         parts = self._losses(pack.to(self.device))
         parts.loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), train.max_grad_norm)
@@ -187,8 +181,8 @@ class Trainer:
                 + ", ".join(pack.keys),
                 remedy="look at these samples' states with the verify stage, or lower train.learning_rate",
             )
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizers.step(rate)
+        self.optimizers.zero_grad()
         self._session_tokens += pack.num_tokens
         self._count(parts, loss, norm_value, rate, pack)
 
@@ -275,7 +269,7 @@ class Trainer:
         self.position.metrics_bytes = self.metrics.sync()
         state = {
             "parameters": {name: parameter.detach() for name, parameter in self.parameters.items()},
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": self.optimizers.state(),
             "position": asdict(self.position),
             "num_steps": self.num_steps,
             "random": torch.get_rng_state(),
@@ -302,7 +296,7 @@ class Trainer:
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 parameter.copy_(state["parameters"][name])
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.optimizers.load_state(state["optimizer"])
         self.position = Position(**state["position"])
         torch.set_rng_state(state["random"])
         self.metrics.cut(self.position.metrics_bytes)
@@ -326,16 +320,6 @@ class Trainer:
             benchmark=AcceptanceFigures.model_validate(position.benchmark),
             skipped_packs=position.skipped_packs,
         )
-
-
-def _groups(parameters: dict[str, torch.nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    """Matrices with weight decay, norms without."""
-    matrices = [parameter for parameter in parameters.values() if parameter.ndim > 1]
-    vectors = [parameter for parameter in parameters.values() if parameter.ndim <= 1]
-    return [
-        {"params": matrices, "weight_decay": weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
 
 
 def _acceptance(epoch: dict[str, Any]) -> float:
