@@ -286,7 +286,7 @@ class TrainConfig(Section):
     checkpoint_every_seconds: float = Field(
         default=60.0,
         gt=0,
-        description="A resumable checkpoint is written this often, in the background, and at each evaluation.",
+        description="A resumable checkpoint is written this often in the background, and at evaluations.",
     )
     keep_last: int = Field(
         default=2, ge=1, le=100, description="Newest resumable checkpoints that stay while training goes on."

@@ -19,12 +19,13 @@ from torch import Tensor
 from eagle3_core.config import RunConfig
 from eagle3_core.contracts import AcceptanceFigures, EpochMetrics
 from eagle3_core.errors import TrainingError
-from eagle3_core.training.checkpoint import MetricsLog, ResumeFolder
+from eagle3_core.training.checkpoint import ResumeFolder, weights_name
 from eagle3_core.training.draft import DTYPES, teacher_of, trained_parameters
 from eagle3_core.training.epoch_data import EpochData
 from eagle3_core.training.evaluate import Evaluation
 from eagle3_core.training.loader import PackReader, ReadAhead, plan_packs
 from eagle3_core.training.loss import LossParts, Teacher, pack_loss, step_weights
+from eagle3_core.training.metrics_log import MetricsLog
 from eagle3_core.training.optimizers import Optimizers
 from eagle3_core.training.schedule import learning_rate
 from eagle3_core.training.ttt import Pack, ttt_forward
@@ -258,9 +259,9 @@ class Trainer:
         best = position.best
         if best is None or metrics.heldout.acceptance_length > _acceptance(position.epochs[best]):
             position.best = position.epoch
-            position.best_file = self.resume.save_best(
-                {name: parameter.detach() for name, parameter in self.parameters.items()}, position.epoch
-            )
+            position.best_file = weights_name(position.step)
+            weights = {name: parameter.detach() for name, parameter in self.parameters.items()}
+            self.resume.save_weights(position.best_file, weights)
             position.benchmark = found.benchmark.model_dump(mode="json")
         position.start_epoch(position.epoch + 1, train.ttt_steps)
         self._save()
@@ -274,7 +275,8 @@ class Trainer:
             "num_steps": self.num_steps,
             "random": torch.get_rng_state(),
         }
-        self.resume.save(state, self.position.step, self.position.best_file)
+        best = self.position.best_file
+        self.resume.save(state, self.position.step, [best] if best else [])
         self._last_save = time.monotonic()
 
     def _restore(self) -> int | None:
@@ -307,7 +309,7 @@ class Trainer:
         position = self.position
         assert position.best is not None
         assert position.best_file is not None
-        best: dict[str, Tensor] = self.resume.load_best(position.best_file)
+        best: dict[str, Tensor] = self.resume.load_weights(position.best_file)
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 parameter.copy_(best[name])

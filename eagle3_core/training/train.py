@@ -26,11 +26,12 @@ from eagle3_core.store.samples import SampleSource, open_samples
 from eagle3_core.target.info import TargetInfo, inspect_target
 from eagle3_core.target.layers import final_layer_id, resolve_aux_layer_ids
 from eagle3_core.target.weights import FinalHead
-from eagle3_core.training.checkpoint import METRICS_FILE, MetricsLog, ResumeFolder
+from eagle3_core.training.checkpoint import ResumeFolder
 from eagle3_core.training.draft import build_draft, checkpoint_tensors, initialise, trained_parameters
 from eagle3_core.training.evaluate import Evaluation, HeldoutEvaluator, steps_to_unroll
 from eagle3_core.training.loader import PackReader, SampleIndex, index_samples
 from eagle3_core.training.loop import Outcome, Trainer
+from eagle3_core.training.metrics_log import METRICS_FILE, MetricsLog
 
 if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel

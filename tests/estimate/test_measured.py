@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,9 +39,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> StepSpec:
     with pytest.MonkeyPatch.context() as patch:
         remove = ResumeFolder._remove_unnamed
 
-        def measured(self: ResumeFolder) -> None:
+        def measured(self: ResumeFolder, *keep: Any) -> None:
             PEAKS.append(folder_bytes(self._folder))
-            remove(self)
+            remove(self, *keep)
 
         patch.setattr(ResumeFolder, "_remove_unnamed", measured)
         patch.setattr("eagle3_core.training.loop._acceptance", lambda _: -1.0)

@@ -1,4 +1,4 @@
-"""Resumable checkpoints: whole or absent, at most two, refused for another configuration."""
+"""Resumable checkpoints: whole or absent, the last ones only, refused for another configuration."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ import torch
 from eagle3_core.artifacts import ArtifactPlan
 from eagle3_core.config import PROJECT_ROOT
 from eagle3_core.errors import StoreError, TrainingError
-from eagle3_core.training.checkpoint import MetricsLog, ResumeFolder
+from eagle3_core.training.checkpoint import ResumeFolder, weights_name
 from tests.kills import num_kills
 
 pytestmark = pytest.mark.engine
 PLAN = ArtifactPlan(kind="checkpoint", identity={"draft": {"vocab_size": 64}, "train": {"seed": 0}})
 
 
-def _save(folder: ResumeFolder, step: int, best: str | None = None) -> None:
+def _save(folder: ResumeFolder, step: int, *best: str) -> None:
     folder.save({"step": step, "weight": torch.full((4,), float(step))}, step, best)
 
 
-def test_the_newest_state_comes_back_and_two_are_kept(tmp_path: Path) -> None:
-    folder = ResumeFolder(tmp_path, PLAN)
+@pytest.mark.parametrize("keep_last", [1, 2, 3])
+def test_the_newest_state_comes_back_and_the_last_ones_are_kept(tmp_path: Path, keep_last: int) -> None:
+    folder = ResumeFolder(tmp_path, PLAN, keep_last=keep_last)
     assert folder.load() is None
     for step in (3, 6, 9):
         _save(folder, step)
     assert sorted(path.name for path in tmp_path.glob("*.pt")) == [
-        "resume-00000006.pt",
-        "resume-00000009.pt",
+        f"resume-{step:08d}.pt" for step in (3, 6, 9)[-keep_last:]
     ]
     state = ResumeFolder(tmp_path, PLAN).load()
     assert state is not None
@@ -56,6 +56,23 @@ def test_a_damaged_newest_state_is_passed_over_for_the_one_before(tmp_path: Path
         ResumeFolder(tmp_path, PLAN).load()
 
 
+def test_a_state_without_a_part_is_refused_and_the_part_is_named(tmp_path: Path) -> None:
+    _save(ResumeFolder(tmp_path, PLAN), 3)
+    assert ResumeFolder(tmp_path, PLAN).load(["step", "weight"]) is not None
+    with pytest.raises(
+        TrainingError, match=r"resume-00000003\.pt lacks num_steps, position; expected all of"
+    ):
+        ResumeFolder(tmp_path, PLAN).load(["step", "num_steps", "position"])
+
+
+def test_a_state_of_an_older_format_is_refused(tmp_path: Path) -> None:
+    _save(ResumeFolder(tmp_path, PLAN), 3)
+    pointer = tmp_path / "resume.json"
+    pointer.write_text(pointer.read_text().replace('"format_version": 2', '"format_version": 1'))
+    with pytest.raises(TrainingError, match="in format 1; expected format 2"):
+        ResumeFolder(tmp_path, PLAN).load()
+
+
 def test_another_configuration_is_refused_with_both_values(tmp_path: Path) -> None:
     _save(ResumeFolder(tmp_path, PLAN), 3)
     other = PLAN.model_copy(update={"identity": {"draft": {"vocab_size": 32}, "train": {"seed": 0}}})
@@ -65,44 +82,46 @@ def test_another_configuration_is_refused_with_both_values(tmp_path: Path) -> No
 
 def test_the_best_weights_live_as_long_as_a_checkpoint_names_them(tmp_path: Path) -> None:
     folder = ResumeFolder(tmp_path, PLAN)
-    first = folder.save_best({"a": torch.ones(2)}, 0)
+    first, second = weights_name(3), weights_name(6)
+    folder.save_weights(first, {"a": torch.ones(2)})
     _save(folder, 3, first)
-    second = folder.save_best({"a": torch.zeros(2)}, 1)
-    _save(folder, 6, second)
-    assert folder.load_best(first)["a"].tolist() == [1.0, 1.0]
+    folder.save_weights(second, {"a": torch.zeros(2)})
+    _save(folder, 6, second, first)
     _save(folder, 9, second)
+    assert folder.load_weights(first)["a"].tolist() == [1.0, 1.0]
+    _save(folder, 12, second)
     assert not (tmp_path / first).exists()
-    assert folder.load_best(second)["a"].tolist() == [0.0, 0.0]
-    folder.remove()
-    assert list(tmp_path.iterdir()) == []
+    assert folder.load_weights(second)["a"].tolist() == [0.0, 0.0]
+    (tmp_path / "model.safetensors").touch()
+    folder.remove(keep=[second])
+    assert {path.name for path in tmp_path.iterdir()} == {second, "model.safetensors"}
 
 
-def test_metrics_are_cut_back_to_the_checkpoint(tmp_path: Path) -> None:
-    log = MetricsLog(tmp_path)
-    log.append([{"step": 1}, {"step": 2}])
-    length = log.sync()
-    log.append([{"step": 3}])
-    log.close()
-    log = MetricsLog(tmp_path)
-    log.cut(length)
-    log.append([{"step": 3, "again": True}])
-    log.close()
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert lines == ['{"step": 1}', '{"step": 2}', '{"step": 3, "again": true}']
-    with pytest.raises(StoreError, match="the checkpoint was made at 9,999"):
-        MetricsLog(tmp_path).cut(9999)
+def test_a_resumed_run_still_knows_the_hash_of_the_best_weights(tmp_path: Path) -> None:
+    folder = ResumeFolder(tmp_path, PLAN)
+    folder.save_weights(weights_name(3), {"a": torch.ones(2)})
+    _save(folder, 3, weights_name(3))
+    again = ResumeFolder(tmp_path, PLAN)
+    assert again.load() is not None
+    _save(again, 6, weights_name(3))
+    assert ResumeFolder(tmp_path, PLAN).load() is not None
 
 
 WRITER = """
 import itertools, sys, torch
 from pathlib import Path
-from eagle3_core.training.checkpoint import ResumeFolder
+from eagle3_core.training.background import BackgroundSaver
+from eagle3_core.training.checkpoint import ResumeFolder, weights_name
 from tests.training.test_checkpoint import PLAN
 folder = ResumeFolder(Path(sys.argv[1]), PLAN)
 state = folder.load()
+saver = BackgroundSaver(folder)
 for step in itertools.count(1 + (state["step"] if state else 0)):
-    best = folder.save_best({"a": torch.full((500_000,), float(step))}, step)
-    folder.save({"step": step, "weight": torch.full((1_000_000,), float(step))}, step, best)
+    weight = torch.full((1_000_000,), float(step))
+    new = weights_name(step)
+    saver.save({"step": step, "parameters": {"weight": weight}}, step, [new], new)
+    weight.fill_(-1.0)
+    saver.wait()
     print(step, flush=True)
 """
 
@@ -129,5 +148,7 @@ def test_a_writer_killed_at_any_moment_leaves_a_loadable_newest_state(tmp_path: 
         assert state is not None
         assert last <= state["step"] <= last + 1
         assert state["step"] > reached
-        assert state["weight"].eq(state["step"]).all()
+        best = ResumeFolder(tmp_path, PLAN).load_weights(weights_name(state["step"]))
+        for weights in (state["parameters"], best):
+            assert weights["weight"].eq(state["step"]).all()
         reached = state["step"]

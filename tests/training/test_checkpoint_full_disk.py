@@ -15,7 +15,8 @@ from eagle3_core.errors import DiskFullError
 from eagle3_core.sections import LimitsConfig
 from eagle3_core.store import disk
 from eagle3_core.store.disk import DiskGuard, guarding
-from eagle3_core.training.checkpoint import MetricsLog, ResumeFolder
+from eagle3_core.training.checkpoint import ResumeFolder
+from eagle3_core.training.metrics_log import MetricsLog
 from tests.disks import SmallDisk, small_disk
 
 pytestmark = pytest.mark.engine
@@ -34,7 +35,7 @@ def full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SmallDisk]
 
 
 def save(folder: ResumeFolder, step: int) -> None:
-    folder.save({"step": step, "weight": torch.full((ELEMENTS,), float(step))}, step, None)
+    folder.save({"step": step, "weight": torch.full((ELEMENTS,), float(step))}, step)
 
 
 def newest(path: Path) -> int:
