@@ -17,6 +17,8 @@ StepName = Literal[
     "engine_info", "fetch_target", "prepare", "extract", "verify", "train", "export", "benchmark", "probe",
     "import_capture", "export_capture",
 ]  # fmt: skip
+METRICS_FILE = "metrics.jsonl"
+"""Of a checkpoint: what training measured; see `training.metrics_log`."""
 ForeignFormat = Literal["speculators-v1", "speculators"]
 """Formats of other projects: `data_{i}.pt` files, and the data folder with `hs_{i}.safetensors` files."""
 
@@ -245,7 +247,7 @@ class AcceptanceFigures(_Message):
 
 
 class EpochMetrics(_Message):
-    """One epoch of training."""
+    """An epoch of training up to a look at the held-out split, which most often is its end."""
 
     epoch: int
     step: int
@@ -254,6 +256,16 @@ class EpochMetrics(_Message):
     heldout: AcceptanceFigures
     learning_rate: float
     seconds: float
+    is_epoch_end: bool = True
+
+
+class KeptWeights(_Message):
+    """Weights that a finished checkpoint holds."""
+
+    step: int
+    epoch: int
+    acceptance_length: float = Field(description="Held-out estimate, by which they were chosen.")
+    file: str
 
 
 class TrainResult(_Message):
@@ -269,6 +281,27 @@ class TrainResult(_Message):
         description="Greedy decoding of the benchmark's prompts replayed on the stored answers."
     )
     num_skipped_samples: int
+    evaluations: list[EpochMetrics] = Field(
+        default=[], description="All looks at the held-out split; `epochs` are those at an epoch's end."
+    )
+    kept: list[KeptWeights] = Field(
+        default=[], description="The best evaluations, the best first, which is the finished draft."
+    )
+    early_stop: str = Field(default="", description="Why training ended early; empty if it did not.")
+    num_empty_packs: int = Field(default=0, description="Packs without a loss row, which changed nothing.")
+    num_skipped_steps: int = Field(
+        default=0, description="Steps left out because they were not finite or a spike."
+    )
+    num_spikes: int = Field(default=0, description="Spikes of loss or gradient norm, left out or not.")
+    data_wait_share: float | None = Field(
+        default=None, description="Share of this step's training in which it waited for data."
+    )
+    mfu: float | None = Field(
+        default=None, description="Operations done over the devices' peak; None where that is not known."
+    )
+    peak_memory_bytes: int | None = Field(
+        default=None, description="Of the first rank: on its GPU, or of its process on the CPU."
+    )
 
 
 class ExportResult(_Message):

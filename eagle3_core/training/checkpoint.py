@@ -27,10 +27,10 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from eagle3_core.artifacts import ArtifactPlan, differing_keys
+from eagle3_core.contracts import METRICS_FILE
 from eagle3_core.errors import StoreError, TrainingError
 from eagle3_core.store.disk import make_room, patiently
 from eagle3_core.store.files import atomic_file, hash_file, write_atomic
-from eagle3_core.training.metrics_log import METRICS_FILE
 from eagle3_core.training.selection import Entry, removable, with_newest
 
 logger = logging.getLogger(__name__)

@@ -13,11 +13,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
+from eagle3_core.contracts import METRICS_FILE
 from eagle3_core.errors import StoreError
 from eagle3_core.store.disk import patiently
 from eagle3_core.store.files import append
-
-METRICS_FILE = "metrics.jsonl"
 
 
 class Mirror(Protocol):

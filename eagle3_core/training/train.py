@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save
 
 from eagle3_core.config import RunConfig
-from eagle3_core.contracts import Rejection, StepSpec, TrainResult
+from eagle3_core.contracts import METRICS_FILE, Rejection, StepSpec, TrainResult
 from eagle3_core.data.vocabulary import DraftVocabulary, load_vocabulary
 from eagle3_core.errors import TrainingError
 from eagle3_core.identity import draft_vocab_size
@@ -31,7 +31,7 @@ from eagle3_core.training.draft import build_draft, checkpoint_tensors, initiali
 from eagle3_core.training.evaluate import Evaluation, HeldoutEvaluator, steps_to_unroll
 from eagle3_core.training.loader import PackReader, SampleIndex, index_samples
 from eagle3_core.training.loop import Outcome, Trainer
-from eagle3_core.training.metrics_log import METRICS_FILE, MetricsLog
+from eagle3_core.training.metrics_log import MetricsLog
 
 if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel
