@@ -15,6 +15,8 @@ FONT = 12
 INK, MUTED, GRID = "#1d2733", "#5f6c7b", "#e4e8ed"
 COLOURS = ("#2563eb", "#e08a1e", "#3f9a6b")
 PALE = "#c9d6ea"
+MAX_DOTS = 40
+"""A line with more points has no dots on it."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,15 @@ class Series:
 
     name: str
     values: Sequence[float | None]
+
+
+@dataclass(frozen=True)
+class Points:
+    """A named line through points, by increasing x."""
+
+    name: str
+    xs: Sequence[float]
+    ys: Sequence[float]
 
 
 def element(tag: str, content: object = "", **attributes: object) -> Markup:
@@ -82,6 +93,31 @@ def line_chart(label: str, series: Sequence[Series], marked: int | None = None, 
         ]
         parts += _line(points, row.name, colour, digits)
     return picture(width, height, label, *parts, legend([row.name for row in series], left))
+
+
+def curve_chart(label: str, lines: Sequence[Points], x_name: str = "step", digits: int = 3) -> Markup:
+    """Lines over a common x axis; empty where there is no point."""
+    width, height, left, right, top, bottom = 460.0, 250.0, 56.0, 14.0, 34.0, 40.0
+    xs, ys = [x for line in lines for x in line.xs], [y for line in lines for y in line.ys]
+    if not xs:
+        return Markup("")
+    ticks, low_x, high_x = nice_ticks(min(ys), max(ys)), min(xs), max(xs)
+    low, high, span = ticks[0], ticks[-1], high_x - low_x
+
+    def x_of(value: float) -> float:
+        return left + (width - left - right) * ((value - low_x) / span if span else 0.5)
+
+    def y_of(value: float) -> float:
+        return top + (height - top - bottom) * (1 - (value - low) / (high - low))
+
+    parts = [_horizontal_grid(ticks, y_of, left, width - right)]
+    shown = [tick for tick in nice_ticks(low_x, high_x) if low_x <= tick <= high_x] if span else [low_x]
+    parts += [text(x_of(tick), height - 24, f"{tick:,.10g}", "middle") for tick in shown]
+    parts.append(text(left + (width - left - right) / 2, height - 6, x_name, "middle"))
+    for line, colour in zip(lines, COLOURS, strict=False):
+        points = [(x_of(x), y_of(y), y) for x, y in zip(line.xs, line.ys, strict=True)]
+        parts += _line(points, line.name, colour, digits)
+    return picture(width, height, label, *parts, legend([line.name for line in lines], left))
 
 
 def grouped_bars(label: str, groups: Sequence[str], series: Sequence[Series]) -> Markup:
@@ -175,6 +211,8 @@ def _horizontal_grid(
 def _line(points: list[tuple[float, float, float]], name: str, colour: str, digits: int) -> list[Markup]:
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y, _ in points)
     line = element("polyline", points=path, fill="none", stroke=colour, stroke_width=2)
+    if len(points) > MAX_DOTS:
+        return [line]
     dots = [
         element("circle", element("title", f"{name}: {value:.{digits}f}"), cx=x, cy=y, r=3, fill=colour)
         for x, y, value in points

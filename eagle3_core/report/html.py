@@ -11,6 +11,7 @@ from markupsafe import Markup
 from eagle3_core.config import RunConfig
 from eagle3_core.host.run_folder import StageRecord
 from eagle3_core.report import charts
+from eagle3_core.report.curves import Curve, TrainingCurves
 from eagle3_core.report.figures import format_bytes, format_count, format_rate, format_seconds
 from eagle3_core.report.graph import lineage_graph
 from eagle3_core.report.model import BenchmarkSummary, RunSummary, TrainingSummary
@@ -23,14 +24,20 @@ LOSSLESS_MEANING = {
 }
 
 
-def render_html(summary: RunSummary, config: RunConfig) -> str:
-    """The page of a run, finished or not; parts without figures are left out."""
+def render_html(summary: RunSummary, config: RunConfig, curves: TrainingCurves | None = None) -> str:
+    """The page of a run, finished or not; parts without figures are left out.
+
+    Args:
+        summary: what is known of the run.
+        config: its configuration.
+        curves: of its training, by step.
+    """
     return (
         _environment()
         .get_template("report.html")
         .render(
             run=summary,
-            charts=_charts(summary),
+            charts=_charts(summary, curves),
             failed_stage=next(
                 (stage for stage in summary.stages if stage.state in ("failed", "cancelled")), None
             ),
@@ -87,14 +94,14 @@ def _environment() -> Environment:
     return environment
 
 
-def _charts(summary: RunSummary) -> dict[str, Markup]:
+def _charts(summary: RunSummary, curves: TrainingCurves | None) -> dict[str, Markup]:
     """The charts for which there are figures, by name."""
     drawn = {"stages": _stage_chart(summary)}
     if summary.artifacts:
         drawn["disk"] = _disk_chart(summary)
         drawn["lineage"] = lineage_graph(summary.artifacts, summary.run_id)
     if summary.training is not None:
-        drawn |= _training_charts(summary)
+        drawn |= _training_charts(summary, curves)
     if summary.benchmark is not None:
         drawn["acceptance"] = _acceptance_chart(summary, summary.benchmark)
     return drawn
@@ -125,7 +132,8 @@ def _disk_chart(summary: RunSummary) -> Markup:
     return charts.horizontal_bars("Bytes of each artifact", rows)
 
 
-def _training_charts(summary: RunSummary) -> dict[str, Markup]:
+def _training_charts(summary: RunSummary, curves: TrainingCurves | None) -> dict[str, Markup]:
+    """By epoch; by step what the metrics say, acceptance only where there are looks within epochs."""
     assert summary.training is not None
     epochs = summary.training.epochs
     marked = kept_index(summary.training)
@@ -134,10 +142,35 @@ def _training_charts(summary: RunSummary) -> dict[str, Markup]:
         charts.Series("held-out", [epoch.heldout_loss for epoch in epochs]),
     ]
     lengths = [charts.Series("held-out estimate", [epoch.heldout.acceptance_length for epoch in epochs])]
-    return {
+    drawn = {
         "loss": charts.line_chart("Loss by epoch", losses, marked, digits=3),
         "estimate": charts.line_chart("Estimated acceptance length by epoch", lengths, marked, digits=3),
     }
+    if curves is None:
+        return drawn
+    drawn |= _curve_charts(curves)
+    if len(curves.acceptance_length.steps) > len(epochs):
+        points = [_points(curves.acceptance_length)]
+        drawn["estimate"] = charts.curve_chart("Estimated acceptance length by step", points)
+    return drawn
+
+
+def _curve_charts(curves: TrainingCurves) -> dict[str, Markup]:
+    """What has points, over the optimizer steps."""
+    lines = {
+        "loss_by_step": ("Loss by step", [curves.loss, curves.heldout_loss]),
+        "learning_rate": ("Learning rate by step", [curves.learning_rate]),
+        "speed": ("Packed tokens per second by step", [curves.tokens_per_second]),
+    }
+    drawn = {
+        name: charts.curve_chart(label, [_points(curve) for curve in members if curve.steps])
+        for name, (label, members) in lines.items()
+    }
+    return {name: chart for name, chart in drawn.items() if chart}
+
+
+def _points(curve: Curve) -> charts.Points:
+    return charts.Points(curve.name, curve.steps, curve.values)
 
 
 def _acceptance_chart(summary: RunSummary, benchmark: BenchmarkSummary) -> Markup:

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from eagle3_core.artifacts import ArtifactRef
-from eagle3_core.contracts import AcceptanceFigures, EpochMetrics, PrepareResult, VerifyResult
+from eagle3_core.contracts import AcceptanceFigures, EpochMetrics, KeptWeights, PrepareResult, VerifyResult
 from eagle3_core.host.run_folder import RunState, StageRecord
 from eagle3_core.lineage import Source
 
@@ -35,6 +35,17 @@ class TrainingSummary(_Part):
     best_epoch: int
     epochs: tuple[EpochMetrics, ...]
     replay: AcceptanceFigures = Field(description="The trainer's estimate on the benchmark's prompts.")
+    evaluations: tuple[EpochMetrics, ...] = Field(
+        default=(), description="All looks at the held-out split, also within epochs."
+    )
+    kept: tuple[KeptWeights, ...] = Field(default=(), description="The best of them, the best first.")
+    early_stop: str = ""
+    num_empty_packs: int = 0
+    num_skipped_steps: int = 0
+    num_spikes: int = 0
+    data_wait_share: float | None = None
+    mfu: float | None = Field(default=None, description="Model FLOP utilisation.")
+    peak_memory_bytes: int | None = None
 
 
 class BenchmarkSummary(_Part):

@@ -5,7 +5,15 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from eagle3_core.report.charts import Series, grouped_bars, horizontal_bars, line_chart, nice_ticks
+from eagle3_core.report.charts import (
+    Points,
+    Series,
+    curve_chart,
+    grouped_bars,
+    horizontal_bars,
+    line_chart,
+    nice_ticks,
+)
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -32,6 +40,18 @@ def test_a_line_chart_is_one_svg_with_a_point_per_value_and_gaps_left_out() -> N
 
 def test_a_chart_without_a_finite_value_is_left_out() -> None:
     assert line_chart("loss", [Series("train", [math.nan, None])]) == ""
+
+
+def test_curves_share_one_axis_and_only_few_points_have_dots() -> None:
+    many = Points("training", list(range(100)), [float(x) for x in range(100)])
+    chart = curve_chart("loss", [many, Points("held-out", [50, 99], [50.0, 99.0])])
+    root = ElementTree.fromstring(chart)
+    lines = [line.attrib["points"].split() for line in root.findall(f"{SVG}polyline")]
+    assert [len(line) for line in lines] == [100, 2]
+    assert lines[1] == [lines[0][50], lines[0][99]]
+    assert len(root.findall(f"{SVG}circle")) == 2
+    assert curve_chart("loss", [Points("training", [], [])]) == ""
+    ElementTree.fromstring(curve_chart("one point", [Points("held-out", [3], [2.0])]))
 
 
 def test_bars_are_as_high_as_their_values() -> None:
