@@ -11,14 +11,18 @@ layer, rows without loss at this or a later step only contribute keys and values
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from eagle3_core.training.attention import merged_attention
-from eagle3_core.training.rows import RowPlan, Run
+from eagle3_core.training.heads import Turn
+from eagle3_core.training.layer import DraftLayer
+from eagle3_core.training.matrices import Matrix, cast, linear
+from eagle3_core.training.pointwise import add_norm, rms_norm, take
+from eagle3_core.training.row_index import index_rows
+from eagle3_core.training.rows import RowPlan
 
 
 @dataclass(frozen=True)
@@ -57,38 +61,10 @@ class Pack:
         )
 
 
-@dataclass
-class _Memory:
-    """Keys and values of one layer: the first block's, and each later block's at the current rows."""
-
-    first: tuple[Tensor, Tensor] | None = None
-    later: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-
-    def keep(self, kept: Tensor) -> None:
-        """Leave out the rows that later steps do not compute."""
-        self.later = [(keys[kept], values[kept]) for keys, values in self.later]
-
-    def add(self, keys: Tensor, values: Tensor) -> None:
-        if self.first is None:
-            self.first = (keys, values)
-        else:
-            self.later.append((keys, values))
-
-
-@dataclass(frozen=True)
-class _Rotary:
-    """Cosines and sines of every position that a pack and its steps reach, [P, d] each."""
-
-    cos: Tensor
-    sin: Tensor
-
-    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """[N, 1, d] factors of the given positions."""
-        return self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
-
-
 def ttt_forward(draft: Any, pack: Pack, dtype: torch.dtype) -> list[Tensor]:
     """Unroll the draft over the plan's steps.
+
+    Its backward pass can run once: gradients are gathered in buffers of this forward.
 
     Args:
         draft: an `Eagle3DraftModel`; only its submodules are used.
@@ -96,39 +72,41 @@ def ttt_forward(draft: Any, pack: Pack, dtype: torch.dtype) -> list[Tensor]:
         dtype: compute dtype of matrix products; the residual stream and norms stay in fp32.
 
     Returns:
-        For each step the normalised hidden states of its loss rows, [M_k, H] in fp32: what the LM head reads.
+        For each step the normalised hidden states of its loss rows, [M_k, H] in `dtype` (fp32 if the draft
+        feeds them to the next step): what the LM head reads.
+
+    Raises:
+        TrainingError: a layer has a bias or an activation that this forward does not know.
     """
-    device = pack.input_ids.device
-    with torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
-        hidden = fuse_aux_states(draft, pack.aux_states)
-        rotary = _rotary(draft, int(pack.positions.max()) + len(pack.plan.steps), device)
-        memories = [_Memory() for _ in draft.layers]
-        outputs = []
-        for number, step in enumerate(pack.plan.steps):
-            rows, kept = _index(step.rows, device), _index(step.kept, device)
-            if number == 0:
-                hidden = _first_step(draft, pack, hidden, rows, memories, rotary, dtype)
-            else:
-                for memory in memories:
-                    memory.keep(kept)
-                embeds = draft.embed_tokens(pack.input_ids[rows + number])
-                hidden = _later_step(
-                    draft, embeds, hidden[kept], pack.positions[rows] + number, step.runs, memories, rotary,
-                    dtype,
-                )  # fmt: skip
-            normal = draft.norm(hidden)
-            if draft.config.norm_output:
-                hidden = normal
-            outputs.append(normal[_index(step.loss, device)])
-    return outputs
+    index = index_rows(pack.plan, pack.input_ids.device)
+    layers = [
+        DraftLayer(draft, number, index, len(index.steps), dtype) for number in range(len(draft.layers))
+    ]
+    layers[0].read_tokens(_unit_embeddings(draft, pack.input_ids, dtype))
+    cos, sin = _rotary(draft, index.last_position, pack.input_ids.device)
+    hidden = fuse_aux_states(draft, pack.aux_states, dtype)
+    norm, feeds_back = draft.norm, bool(draft.config.norm_output)
+    outputs = []
+    for number, step in enumerate(index.steps):
+        positions = pack.positions if number == 0 else pack.positions.index_select(0, step.rows) + number
+        turn = Turn(cos, sin, positions)
+        hidden, delta = take(hidden, step.kept if number else None), None
+        for layer in layers:
+            hidden, delta = layer(number, step, hidden, delta, turn)
+        out_dtype = torch.float32 if feeds_back else dtype
+        hidden, normal = add_norm(hidden, delta, norm.weight, norm.variance_epsilon, out_dtype)
+        if feeds_back:
+            hidden = normal
+        outputs.append(take(normal, step.loss))
+    empty = hidden.new_zeros(0, hidden.shape[1], dtype=dtype)
+    return outputs + [empty] * (len(pack.plan.steps) - len(outputs))
 
 
-def fuse_aux_states(draft: Any, aux_states: Tensor) -> Tensor:
+def fuse_aux_states(draft: Any, aux_states: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """The draft's first hidden state, [R, H] in fp32, from the auxiliary states [R, A * H]."""
-    aux_states = normalise_aux_states(draft, aux_states)
-    if not torch.is_autocast_enabled(aux_states.device.type):
-        aux_states = aux_states.to(draft.fc.weight.dtype)
-    return draft.fc(aux_states).float()
+    states = normalise_aux_states(draft, aux_states).to(dtype)
+    matrix = Matrix(draft.fc.weight.shape, 0, dtype, states.device)
+    return linear(states, cast(matrix, dtype, draft.fc.weight), matrix).float()
 
 
 def normalise_aux_states(draft: Any, aux_states: Tensor) -> Tensor:
@@ -143,109 +121,16 @@ def normalise_aux_states(draft: Any, aux_states: Tensor) -> Tensor:
     return aux_states
 
 
-def _index(rows: Any, device: torch.device) -> Tensor:
-    return torch.from_numpy(rows).to(device)
+def _unit_embeddings(draft: Any, input_ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """[R, H] embeddings of the tokens read, with a mean square of 1."""
+    with torch.no_grad():
+        embeds = draft.embed_tokens(input_ids)
+        ones = torch.ones(embeds.shape[1], device=embeds.device)
+        return rms_norm(embeds, ones, draft.layers[0].input_layernorm.variance_epsilon, dtype)
 
 
-def _rotary(draft: Any, last: int, device: torch.device) -> _Rotary:
+def _rotary(draft: Any, last: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of positions 0 to `last`, [last + 1, d] each, in fp32."""
     positions = torch.arange(last + 1, device=device).unsqueeze(0)
     cos, sin = draft.rotary_emb(torch.zeros(1, device=device), positions)
-    return _Rotary(cos[0], sin[0])
-
-
-def _first_step(
-    draft: Any,
-    pack: Pack,
-    hidden: Tensor,
-    rows: Tensor,
-    memories: list[_Memory],
-    rotary: _Rotary,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Step 0: every row in all layers but the last, whose queries are `rows` only; returns [N_0, H]."""
-    embeds: Tensor | None = draft.embed_tokens(pack.input_ids)
-    for number, (layer, memory) in enumerate(zip(draft.layers, memories, strict=True)):
-        is_last = number == len(memories) - 1
-        hidden = _layer(
-            layer,
-            hidden,
-            embeds,
-            pack.positions,
-            rows if is_last else None,
-            pack.plan.steps[0].runs if is_last else pack.plan.all_rows,
-            memory,
-            rotary,
-            dtype,
-        )
-        embeds = None
-    return hidden
-
-
-def _later_step(
-    draft: Any,
-    embeds: Tensor | None,
-    hidden: Tensor,
-    positions: Tensor,
-    runs: tuple[Run, ...],
-    memories: list[_Memory],
-    rotary: _Rotary,
-    dtype: torch.dtype,
-) -> Tensor:
-    """A step after the first, on its own rows only; returns [N_k, H]."""
-    for layer, memory in zip(draft.layers, memories, strict=True):
-        hidden = _layer(layer, hidden, embeds, positions, None, runs, memory, rotary, dtype)
-        embeds = None
-    return hidden
-
-
-def _layer(
-    layer: Any,
-    hidden: Tensor,
-    embeds: Tensor | None,
-    positions: Tensor,
-    queries: Tensor | None,
-    runs: tuple[Run, ...],
-    memory: _Memory,
-    rotary: _Rotary,
-    dtype: torch.dtype,
-) -> Tensor:
-    """One decoder layer.
-
-    Args:
-        layer: speculators' first layer if `embeds` is given, else an ordinary Llama layer.
-        hidden: [N, H] residual stream.
-        embeds: [N, H] embeddings of the tokens read, or None.
-        positions: [N].
-        queries: indices of the rows that are computed on; None for all. Keys and values come from all N.
-        runs: first-block attention of the queries.
-        memory: the layer's keys and values; this block's are added.
-    """
-    attention = layer.self_attn
-    if embeds is None:
-        inputs, residual = layer.input_layernorm(hidden), hidden
-    else:
-        normal = layer.hidden_norm(hidden)
-        residual = normal if layer.norm_before_residual else hidden
-        inputs = torch.cat([layer.input_layernorm(embeds), normal], dim=-1)
-    inputs = inputs.to(dtype)
-    turn = rotary.at(positions)
-    keys = _rotate(_heads(attention.k_proj(inputs), attention.head_dim), *turn)
-    memory.add(keys.to(dtype), _heads(attention.v_proj(inputs), attention.head_dim).to(dtype))
-    if queries is not None:
-        inputs, residual, turn = inputs[queries], residual[queries], rotary.at(positions[queries])
-    wanted = _rotate(_heads(attention.q_proj(inputs), attention.head_dim), *turn).to(dtype)
-    assert memory.first is not None
-    mixed = merged_attention(wanted, memory.first, memory.later, runs, attention.scaling)
-    hidden = residual + attention.o_proj(mixed.flatten(1))
-    return hidden + layer.mlp(layer.post_attention_layernorm(hidden))
-
-
-def _heads(states: Tensor, head_dim: int) -> Tensor:
-    """[N, heads * d] as [N, heads, d]."""
-    return states.view(len(states), -1, head_dim)
-
-
-def _rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding of [N, heads, d]; pairs are half a head apart, as in Llama."""
-    left, right = states.chunk(2, dim=-1)
-    return states * cos + torch.cat([-right, left], dim=-1) * sin
+    return cos[0], sin[0]

@@ -1,0 +1,134 @@
+"""A row plan as index tensors on the device, sent there in one transfer.
+
+Legend: R rows of a pack, N_k rows computed at step k, M_k loss rows of step k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eagle3_core.training.first_block import FirstBlock, Hull
+from eagle3_core.training.rows import RowPlan
+
+
+@dataclass(frozen=True)
+class StepIndex:
+    """One TTT step; all tensors int64.
+
+    Attributes:
+        rows: [N_k], rows of the pack that are computed.
+        kept: [N_k], where they stand among the previous step's rows; None if nothing was left out.
+        loss: [M_k], where the rows with loss stand in `rows`; None if all have.
+        tokens: [N_k], row + k: the row that read the same token at step 0.
+        token_places: [N_k], where `tokens` stand among the rows of step 0.
+        first: attention of `rows` over the first block.
+    """
+
+    rows: Tensor
+    kept: Tensor | None
+    loss: Tensor | None
+    tokens: Tensor
+    token_places: Tensor
+    first: FirstBlock
+
+
+@dataclass(frozen=True)
+class RowIndex:
+    """All steps of a pack.
+
+    Attributes:
+        num_rows: R.
+        last_position: the highest position that a step reaches.
+        all_rows: [R], 0 to R - 1.
+        queries: [N_0], rows of step 0; None if they are all rows.
+        first: attention of all rows over the first block.
+        steps: those that have rows.
+    """
+
+    num_rows: int
+    last_position: int
+    all_rows: Tensor
+    queries: Tensor | None
+    first: FirstBlock
+    steps: tuple[StepIndex, ...]
+
+
+def index_rows(plan: RowPlan, device: torch.device) -> RowIndex:
+    """The plan's index tensors.
+
+    Args:
+        plan: of a pack.
+        device: where they are needed.
+    """
+    arrays: list[np.ndarray] = [np.arange(plan.offsets[-1]), np.array(plan.offsets)]
+    hulls: list[tuple[int, int]] = []
+    first = plan.steps[0].rows
+    for number, step in enumerate(plan.steps):
+        tokens = step.rows + number
+        places, ends, longest = _hull(step.rows, plan.offsets)
+        hulls.append((int(ends[-1]), longest))
+        arrays += [step.rows, step.kept, step.loss, tokens, np.searchsorted(first, tokens), places, ends]
+    all_rows, offsets, *tensors = _send(arrays, device)
+    lengths = np.diff(plan.offsets)
+    max_keys, key_ends = int(lengths.max()), offsets.to(torch.int32)
+    on_gpu = device.type == "cuda"
+    steps, previous = [], len(all_rows)
+    for number, step in enumerate(plan.steps):
+        if not len(step.rows):
+            break
+        rows, kept, loss, tokens, token_places, places, ends = tensors[7 * number : 7 * number + 7]
+        size, longest = hulls[number]
+        hull = Hull(
+            None if size == len(rows) else places, size, ends.to(torch.int32), key_ends, longest, max_keys
+        )
+        steps.append(
+            StepIndex(
+                rows=rows,
+                kept=None if len(rows) == previous else kept,
+                loss=None if len(loss) == len(rows) else loss,
+                tokens=tokens,
+                token_places=token_places,
+                first=FirstBlock(step.runs, hull if on_gpu else None),
+            )
+        )
+        previous = len(rows)
+    whole = Hull(None, len(all_rows), key_ends, key_ends, max(2, max_keys), max_keys)
+    return RowIndex(
+        num_rows=len(all_rows),
+        last_position=max_keys + len(plan.steps),
+        all_rows=all_rows,
+        queries=None if not steps or len(steps[0].rows) == len(all_rows) else steps[0].rows,
+        first=FirstBlock(plan.all_rows, whole if on_gpu else None),
+        steps=tuple(steps),
+    )
+
+
+def _hull(rows: np.ndarray, offsets: Sequence[int]) -> tuple[np.ndarray, np.ndarray, int]:
+    """Each document's rows from the first of `rows` to its end, or its last row if it has none of them.
+
+    Returns:
+        [N] where the rows stand in the hull, [documents + 1] cumulative sizes, and the largest size.
+    """
+    bounds = np.array(offsets)
+    begin = np.searchsorted(rows, bounds[:-1])
+    has = begin < np.searchsorted(rows, bounds[1:])
+    starts = bounds[1:] - 1
+    starts[has] = rows[begin[has]]
+    sizes = bounds[1:] - starts
+    ends = np.concatenate([[0], np.cumsum(sizes)])
+    document = np.searchsorted(bounds, rows, side="right") - 1
+    # A call with one query a document takes another path in torch's kernel, with another log-sum-exp layout.
+    return ends[document] + rows - starts[document], ends, max(2, int(sizes.max()))
+
+
+def _send(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
+    """The arrays on the device, by one asynchronous copy."""
+    whole = torch.from_numpy(np.concatenate([array.astype(np.int64, copy=False) for array in arrays]))
+    if device.type == "cuda":
+        whole = whole.pin_memory().to(device, non_blocking=True)
+    return list(whole.split([len(array) for array in arrays]))
