@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from eagle3_core.artifacts import ArtifactKind
 from eagle3_core.config import RunConfig, Stage
-from eagle3_core.estimate.sizes import Size, artifact_sizes
+from eagle3_core.estimate.sizes import Size, artifact_sizes, event_file_bytes
 from eagle3_core.estimate.space import FileSystemEstimate, Made, SpaceItem, file_systems, space_items
 from eagle3_core.estimate.workload import Load, load_of
 from eagle3_core.planning import MAKING_STAGE, RunPlan
@@ -52,7 +52,8 @@ class Case:
         """Everything that is still to be written on this host."""
         sizes = self.sizes()
         shard = min(int(self.config.capture.shard_bytes), sizes["capture"].final)
-        return space_items(self.config, sizes, self.made, self.wanted, shard)
+        events = event_file_bytes(self.config, self.load.workload)
+        return space_items(self.config, sizes, self.made, self.wanted, shard, events)
 
     def file_systems(self) -> list[FileSystemEstimate]:
         """The file systems that these lie on."""

@@ -24,17 +24,15 @@ ENTRY_BYTES = 330
 """Of a shard in the manifest of its capture."""
 SHARD_BYTES_PER_SAMPLE, SHARD_BYTES_PER_TOKEN, SHARD_BYTES_PER_ROW = 52, 5, 8
 """Beside states, where samples are not known: offsets, hash and key of each; id and mask; number of a row."""
-STEP_BYTES, STEP_SAMPLE_BYTES, EPOCH_BYTES = 270, 20, 1200
+STEP_BYTES, STEP_SAMPLE_BYTES, EVALUATION_BYTES = 420, 20, 1500
+EVENT_BYTES, EVENT_STEP_BYTES = 250, 27
+"""Of an optimizer step in TensorBoard's files, and of each TTT step in it."""
 BENCHMARK_BYTES_PER_PROMPT, BENCHMARK_BYTES_PER_TOKEN = 330, 14
 DRAFT_CONFIG_BYTES = 2000
 MOMENTS = 2
 """AdamW keeps two numbers for each parameter."""
-RESUMABLE_COPIES = 3
-"""Two that can be resumed, and the one being written."""
 RESUMABLE_BESIDE_BYTES = 20_000
 """Names, records and position in a resumable checkpoint."""
-BEST_COPIES = 3
-"""Weights of the best epoch that each of two resumable checkpoints names, and of a better one."""
 EXPORT_ELEMENT_BYTES = 2
 
 
@@ -122,17 +120,37 @@ def draft_parameters(config: RunConfig, target: TargetInfo) -> tuple[int, int]:
     return (trained + head, 0) if config.draft.train_lm_head else (trained, head)
 
 
+def num_optimizer_steps(config: RunConfig, work: Workload) -> int:
+    """Steps of a whole training, if every pack is full."""
+    return config.train.num_epochs * max(1, -(-work.num_tokens // config.train.pack_tokens))
+
+
+def event_file_bytes(config: RunConfig, work: Workload) -> int:
+    """TensorBoard's files of a training, which lie in the run's folder."""
+    train = config.train
+    if not train.tensorboard:
+        return 0
+    return num_optimizer_steps(config, work) * (EVENT_BYTES + EVENT_STEP_BYTES * train.ttt_steps)
+
+
 def _checkpoint(config: RunConfig, trained: int, kept: int, mapping: int, work: Workload) -> Size:
-    """The finished draft, or all that lies there when an epoch's checkpoint is written over two others."""
-    epochs = config.train.num_epochs
-    packs = max(1, -(-work.num_tokens // config.train.pack_tokens))
-    per_step = STEP_BYTES + 26 * config.train.ttt_steps
-    metrics = epochs * (packs * per_step + work.num_samples * STEP_SAMPLE_BYTES + EPOCH_BYTES)
-    beside = metrics + DRAFT_CONFIG_BYTES + MANIFEST_BYTES + epochs * EPOCH_BYTES
-    final = 4 * (trained + kept) + mapping + beside
-    resumable = RESUMABLE_COPIES * (4 * trained * (1 + MOMENTS) + RESUMABLE_BESIDE_BYTES)
-    while_saving = resumable + min(BEST_COPIES, epochs) * 4 * trained + metrics
-    while_finishing = resumable * (RESUMABLE_COPIES - 1) // RESUMABLE_COPIES + 2 * 4 * trained + final
+    """The finished draft, or all that lies there when a checkpoint is written over the last ones.
+
+    Each of the `keep_last` checkpoints names `keep_best` files of weights, of which an evaluation replaces
+    one at most; so with the next checkpoint and its new best weights there are `keep_last + keep_best`.
+    """
+    train, steps = config.train, num_optimizer_steps(config, work)
+    per_step = STEP_BYTES + 26 * train.ttt_steps
+    looks = train.num_epochs + (steps // train.evaluate_every_steps if train.evaluate_every_steps else 0)
+    samples = train.num_epochs * work.num_samples * STEP_SAMPLE_BYTES
+    metrics = steps * per_step + samples + looks * EVALUATION_BYTES
+    beside = metrics + DRAFT_CONFIG_BYTES + MANIFEST_BYTES + looks * EVALUATION_BYTES
+    weights, finished = 4 * trained, 4 * (trained + kept) + mapping + beside
+    final = finished + (min(train.keep_best, looks) - 1) * weights
+    resumable = weights * (1 + MOMENTS) + RESUMABLE_BESIDE_BYTES + looks * EVALUATION_BYTES
+    best = min(train.keep_last + train.keep_best, looks) * weights
+    while_saving = (train.keep_last + 1) * resumable + best + metrics
+    while_finishing = train.keep_last * resumable + best + finished
     return Size(final, max(final, while_saving, while_finishing))
 
 

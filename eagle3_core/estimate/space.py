@@ -79,6 +79,7 @@ def space_items(
     made: Mapping[ArtifactKind, Made],
     wanted: Collection[Stage],
     shard_bytes: int,
+    event_bytes: int = 0,
 ) -> list[SpaceItem]:
     """Everything that the wanted stages have yet to write on this host.
 
@@ -88,6 +89,7 @@ def space_items(
         made: what is there already; kinds that are absent are missing.
         wanted: stages.
         shard_bytes: of the largest shard.
+        event_bytes: of TensorBoard's files.
     """
     root, workspace = config.store_path, config.workspace_path
     items = []
@@ -111,6 +113,11 @@ def space_items(
     path = str(workspace / "runs")
     log = RUN_FOLDER_BYTES
     items.append(SpaceItem(what="logs and report", stage="report", path=path, bytes=log, peak_bytes=log))
+    if event_bytes and "train" in wanted and made.get("checkpoint", Made()).state != "complete":
+        name = "TensorBoard files"
+        items.append(
+            SpaceItem(what=name, stage="train", path=path, bytes=event_bytes, peak_bytes=event_bytes)
+        )
     return items
 
 
