@@ -166,7 +166,9 @@ def test_store_and_workspace_on_two_disks_are_counted_apart(tmp_path: Path) -> N
         kinds = {one.what.partition("/")[0] for one in by_mount[str(disk.path)].items}
         assert kinds >= {*FIRST, "capture", "checkpoint"}
         others = [one for mount, one in by_mount.items() if mount != str(disk.path)]
-        assert [[one.what for one in other.items] for other in others] == [["logs and report", "TensorBoard files"]]
+        assert [[one.what for one in other.items] for other in others] == [
+            ["logs and report", "TensorBoard files"]
+        ]
         assert json.loads(estimate.model_dump_json())["file_systems"][0]["need_bytes"] > 0
 
 
