@@ -86,7 +86,8 @@ def lineage_line(lineage: Lineage) -> str:
 def stage_tables(outcome: StageOutcome) -> list[TablePage]:
     """The tables that a stage's outcome fills; a stage without rows has none."""
     makers = {
-        "plan": _plan_rows, "verify": _verify_rows, "extract": _extract_rows, "cleanup": _cleanup_rows
+        "plan": _plan_rows, "verify": _verify_rows, "extract": _extract_rows, "train": _train_rows,
+        "cleanup": _cleanup_rows,
     }  # fmt: skip
     maker = makers.get(outcome.stage)
     rows = maker(outcome) if maker else []
@@ -158,6 +159,23 @@ def _extract_rows(outcome: StageOutcome) -> list[Row]:
     return [
         {"what": "quarantined sample", "key": one["key"], "reason": one["reason"]}
         for one in outcome.result.get("quarantined", ())
+    ]
+
+
+def _train_rows(outcome: StageOutcome) -> list[Row]:
+    """Every look at the held-out split, and which weights were kept."""
+    result = outcome.result
+    kept = {one["step"]: one["file"] for one in result.get("kept", ())}
+    return [
+        {
+            "step": f"{look['step']:,}",
+            "epoch": look["epoch"] + 1,
+            "training loss": f"{look['train_loss']:.4f}",
+            "held-out loss": f"{look['heldout_loss']:.4f}",
+            "held-out acceptance length": f"{look['heldout']['acceptance_length']:.4f}",
+            "kept as": kept.get(look["step"], ""),
+        }
+        for look in result.get("evaluations", ())
     ]
 
 

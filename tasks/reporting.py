@@ -176,10 +176,18 @@ class _LineHandler(logging.Handler):
 
 
 def describe(event: ProgressEvent) -> str:
-    """`640 of 1,200 tokens, loss 2.31`."""
+    """`640 of 1,200 steps, loss 2.31, tokens per second 33,300`."""
     total = f" of {event.total:,.0f}" if event.total else ""
-    metrics = "".join(f", {name} {value:.4g}" for name, value in event.metrics.items())
+    metrics = "".join(f", {_words(name)} {_figure(value)}" for name, value in event.metrics.items())
     return f"{event.done:,.0f}{total} {event.unit}{metrics}" + (f": {event.message}" if event.message else "")
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def _figure(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 @contextlib.contextmanager

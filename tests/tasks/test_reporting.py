@@ -48,6 +48,35 @@ def test_progress_is_described_in_words(prefect_home):
     event = ProgressEvent(step="train", done=640, total=1200, unit="steps", metrics={"loss": 2.3123})
     assert describe(event) == "640 of 1,200 steps, loss 2.312"
     assert describe(event.model_copy(update={"total": None, "metrics": {}})) == "640 steps"
+    figures = {"acceptance_length": 2.25, "tokens_per_second": 33300.4, "mfu": 0.4123}
+    wanted = "640 of 1,200 steps, acceptance length 2.25, tokens per second 33,300, mfu 0.4123: epoch 2 of 8"
+    assert describe(event.model_copy(update={"metrics": figures, "message": "epoch 2 of 8"})) == wanted
+
+
+def test_the_progress_artifact_of_a_training_shows_its_live_figures(prefect_home, api):
+    """Published for the first event, then at most every few seconds, and for the last one."""
+    from prefect import flow
+    from prefect.client.orchestration import get_client
+
+    from tasks.reporting import StageReporter
+
+    @flow(name="training")
+    def training():
+        reporter = StageReporter("train")
+        for done in range(1, 6):
+            figures = {"loss": 3.0 - done / 10, "acceptance_length": 1.5, "tokens_per_second": 1000.0 * done}
+            reporter.progress(
+                ProgressEvent(
+                    step="train", done=done, total=5, unit="steps", metrics=figures, message="epoch 1 of 1"
+                )
+            )
+
+    training()
+    with get_client(sync_client=True) as client:
+        found = [a for a in client.read_artifacts() if a.key == "eagle3-train-progress"]
+    assert [(artifact.type, artifact.data) for artifact in found] == [("progress", 100.0)]
+    expected = "5 of 5 steps, loss 2.5, acceptance length 1.5, tokens per second 5,000: epoch 1 of 1"
+    assert found[0].description == expected
 
 
 def test_the_page_of_a_stage_has_its_artifacts_and_figures(prefect_home):
