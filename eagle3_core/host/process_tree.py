@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 STEP_VARIABLE = "EAGLE3_STEP"
 MAX_ROUNDS = 5
+POLL_SECONDS = 0.02
 
 
 class ProcessId(BaseModel):
@@ -103,20 +105,30 @@ class ProcessTree:
 
 
 def end_processes(processes: Iterable[psutil.Process], grace_seconds: float) -> int:
-    """SIGTERM, wait at most `grace_seconds`, SIGKILL. Returns how many there were."""
+    """SIGTERM, wait at most `grace_seconds`, SIGKILL. Returns how many there were; a child is not reaped."""
     alive = list(processes)
     if grace_seconds > 0:
         for process in alive:
             with contextlib.suppress(psutil.Error):
                 process.terminate()
-        _, remaining = psutil.wait_procs(alive, timeout=grace_seconds)
+        remaining = _not_ended(alive, grace_seconds)
     else:
         remaining = alive
     for process in remaining:
         with contextlib.suppress(psutil.Error):
             process.kill()
-    psutil.wait_procs(remaining, timeout=5.0)
+    _not_ended(remaining, 5.0)
     return len(alive)
+
+
+def _not_ended(processes: list[psutil.Process], seconds: float) -> list[psutil.Process]:
+    """Those that have not ended after `seconds`; one that only waits for somebody to reap it has."""
+    deadline = time.monotonic() + seconds
+    while (left := [process for process in processes if not _has_ended(process)]) and (
+        time.monotonic() < deadline
+    ):
+        time.sleep(POLL_SECONDS)
+    return left
 
 
 def end_orphans(grace_seconds: float = 2.0) -> list[int]:
@@ -157,6 +169,16 @@ def _is_alive(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def _has_ended(process: psutil.Process) -> bool:
+    """Whether it is gone with all its threads, and so with all that it held."""
+    try:
+        if not process.is_running():
+            return True
+        return process.status() == psutil.STATUS_ZOMBIE and process.num_threads() <= 1
+    except psutil.NoSuchProcess:
+        return True
 
 
 def _start_ticks(pid: int) -> int | None:

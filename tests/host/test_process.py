@@ -16,7 +16,7 @@ import pytest
 from eagle3_core.contracts import ProgressEvent, StepSpec, VerifyResult
 from eagle3_core.errors import EXIT_STEP_FAILED, HostError, StepError
 from eagle3_core.host.process import Supervisor, describe_status, run_step
-from eagle3_core.host.process_tree import STEP_VARIABLE, ProcessId, end_orphans
+from eagle3_core.host.process_tree import STEP_VARIABLE, ProcessId, end_orphans, end_processes
 from eagle3_core.planning import plan_run
 from eagle3_core.sections import EngineConfig
 from tests.doubles.profile import stand_in_config
@@ -110,10 +110,20 @@ def test_a_killed_step_is_named_with_its_signal(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["hang", "hang_ignoring_termination"])
-def test_a_timeout_ends_the_step_and_its_grandchildren_of_other_sessions(tmp_path, kind):
+def test_a_timeout_ends_the_step_and_its_grandchildren_of_other_sessions(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr("eagle3_core.host.process.GRACE_SECONDS", 1.0)
     with pytest.raises(StepError, match="was ended after"):
-        run(verify_spec(tmp_path, kind), tmp_path / "logs", timeout_seconds=4.0)
+        run(verify_spec(tmp_path, kind), tmp_path / "logs", timeout_seconds=3.0)
     assert living_steps(os.getpid()) == []
+
+
+def test_a_process_that_has_ended_is_not_waited_for_until_somebody_reaps_it():
+    child = subprocess.Popen([sys.executable, "-c", "print(flush=True); input()"], stdin=-1, stdout=-1)
+    assert child.stdout.readline()
+    started = time.monotonic()
+    assert end_processes([psutil.Process(child.pid)], GONE_SECONDS) == 1
+    assert time.monotonic() - started < GONE_SECONDS / 2
+    assert child.wait() == -signal.SIGTERM
 
 
 def test_an_exception_of_a_callback_ends_the_step(tmp_path):
