@@ -25,10 +25,28 @@ STAGES = (*STEPS, "plan", "cleanup", "report")
 pytestmark = pytest.mark.orchestrator
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A store in which the first three steps have made what they make."""
+    config = stand_in_config(tmp_path_factory.mktemp("made"))
+    create_run_folder(config, STAGES, "r")
+    run_all(config, ("prepare", "extract", "verify"))
+    return config.store_path
+
+
 @pytest.fixture
 def config(tmp_path):
     config = stand_in_config(tmp_path)
     create_run_folder(config, STAGES, "r")
+    return config
+
+
+@pytest.fixture
+def verified(made, config):
+    """The same configuration over a copy of that store, whose stages have been run here too."""
+    shutil.copytree(made, config.store_path)
+    outcomes = run_all(config, ("prepare", "extract", "verify"))
+    assert all(outcome.reused for outcome in outcomes.values())
     return config
 
 
@@ -56,13 +74,12 @@ def test_a_second_run_reuses_everything_and_starts_no_step(config):
     assert {path: path.stat().st_size for path in logs.glob("*.log")} == sizes
 
 
-def test_a_missing_shard_alone_is_made_again(config):
-    run_all(config, ("prepare", "extract"))
-    folder = capture_folder(config)
+def test_a_missing_shard_alone_is_made_again(verified):
+    folder = capture_folder(verified)
     shards = sorted(folder.glob("shard-*"))
     times = {shard: shard.stat().st_mtime_ns for shard in shards}
     shards[1].unlink()
-    outcome = run_stage("extract", config, "r")
+    outcome = run_stage("extract", verified, "r")
     assert not outcome.reused
     assert outcome.result["num_new_shards"] == 1
     assert [s for s in shards if s.stat().st_mtime_ns != times[s]] == [shards[1]]
@@ -80,15 +97,14 @@ def damage(shard, how):
 
 
 @pytest.mark.parametrize("how", ["cut", "empty", "longer", "flipped"])
-def test_verify_names_a_damaged_shard_and_extract_remakes_only_it(config, how):
-    run_all(config, ("prepare", "extract", "verify"))
-    shards = sorted(capture_folder(config).glob("shard-*"))
+def test_verify_names_a_damaged_shard_and_extract_remakes_only_it(verified, how):
+    shards = sorted(capture_folder(verified).glob("shard-*"))
     damage(shards[2], how)
     with pytest.raises(StageError, match=r"1 of 4 shards .* are damaged: .*shard-00002") as caught:
-        run_stage("verify", config, "r")
+        run_stage("verify", verified, "r")
     assert not caught.value.may_pass_next_time
-    assert run_stage("extract", config, "r").result["num_new_shards"] == 1
-    assert run_stage("verify", config, "r").reused
+    assert run_stage("extract", verified, "r").result["num_new_shards"] == 1
+    assert run_stage("verify", verified, "r").reused
 
 
 DAMAGES = {
@@ -100,17 +116,16 @@ DAMAGES = {
 }
 
 
-def test_five_kinds_of_damage_are_listed_with_their_reasons_and_good_shards_are_left_alone(config):
-    run_all(config, ("prepare", "extract", "verify"))
-    plan = plan_run(config)
+def test_five_kinds_of_damage_are_listed_with_their_reasons_and_good_shards_are_left_alone(verified):
+    plan = plan_run(verified)
     with plan.store.writer(plan.artifacts["capture"]) as writer:
         for index in range(4, 9):
             path = writer.folder / f"shard-{index:05d}.safetensors"
             path.write_bytes(bytes(range(100)))
             writer.record(file_entry(writer.folder, path))
         writer.complete()
-    run_stage("verify", config, "r")
-    shards = sorted(capture_folder(config).glob("shard-*"))
+    run_stage("verify", verified, "r")
+    shards = sorted(capture_folder(verified).glob("shard-*"))
     before = {shard: (shard.stat().st_mtime_ns, shard.read_bytes()) for shard in shards}
     damaged = dict(zip(shards[1:6], DAMAGES.values(), strict=True))
     for shard, (change, _) in damaged.items():
@@ -121,18 +136,17 @@ def test_five_kinds_of_damage_are_listed_with_their_reasons_and_good_shards_are_
         assert reason in found[shard.name]
     for stage, message in (("verify", "5 of 9 shards .* are damaged"), ("train", "cannot use capture/")):
         with pytest.raises(StageError, match=message) as caught:
-            run_stage(stage, config, "r")
+            run_stage(stage, verified, "r")
         assert caught.value.exit_code != 0
         assert all(shard.name in str(caught.value) for shard in damaged)
     good = [shard for shard in shards if shard not in damaged]
     assert all((shard.stat().st_mtime_ns, shard.read_bytes()) == before[shard] for shard in good)
 
 
-def test_train_refuses_damaged_states(config):
-    run_all(config, ("prepare", "extract", "verify"))
-    damage(sorted(capture_folder(config).glob("shard-*"))[0], "flipped")
+def test_train_refuses_damaged_states(verified):
+    damage(sorted(capture_folder(verified).glob("shard-*"))[0], "flipped")
     with pytest.raises(StageError, match=r"stage train cannot use capture/.*shard-00000"):
-        run_stage("train", config, "r")
+        run_stage("train", verified, "r")
 
 
 def test_a_stage_without_its_inputs_names_the_stage_to_run_first(config):
@@ -257,16 +271,15 @@ def test_a_damaged_dataset_does_not_stop_the_plan_and_is_made_again(config):
 
 
 @pytest.mark.parametrize("how", ["removed", "damaged"])
-def test_answers_behind_an_intact_dataset_are_not_needed(config, how):
-    run_all(config, ("prepare", "extract"))
-    plan = plan_run(config)
+def test_answers_behind_an_intact_dataset_are_not_needed(verified, how):
+    plan = plan_run(verified)
     folder = plan.store.folder(plan.artifacts["conversations"].ref)
     if how == "removed":
         shutil.rmtree(folder)
     else:
         (folder / "conversations.jsonl").write_text("")
-    assert run_stage("prepare", config, "r").reused
-    assert run_stage("extract", config, "r").reused
+    assert run_stage("prepare", verified, "r").reused
+    assert run_stage("extract", verified, "r").reused
 
 
 def test_the_limit_on_rejected_prompts_is_applied_to_a_reused_dataset(config, tmp_path):
@@ -296,14 +309,13 @@ def remake_a_shard_differently(config):
         writer.complete()
 
 
-def test_states_that_were_made_again_are_verified_again_before_they_are_trained_on(config):
-    run_all(config, ("prepare", "extract", "verify"))
-    remake_a_shard_differently(config)
+def test_states_that_were_made_again_are_verified_again_before_they_are_trained_on(verified):
+    remake_a_shard_differently(verified)
     with pytest.raises(StageError, match=r"verification/.* is older than .*run the stage verify first"):
-        run_stage("train", config, "r")
-    assert not run_stage("verify", config, "r").reused
-    assert run_stage("verify", config, "r").reused
-    run_stage("train", config, "r")
+        run_stage("train", verified, "r")
+    assert not run_stage("verify", verified, "r").reused
+    assert run_stage("verify", verified, "r").reused
+    run_stage("train", verified, "r")
 
 
 def test_a_secret_of_the_profile_is_not_written_into_the_run_folder(tmp_path):
