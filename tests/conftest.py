@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,12 +13,21 @@ import pytest
 
 from eagle3_core.host.engine_environment import SGLANG_CPU_PACKAGES, engine_environment
 from eagle3_core.sections import EngineConfig
+from tests.prefect_server import api, eagle3_command, prefect_home
+
+__all__ = ["api", "eagle3_command", "prefect_home"]
 
 REQUIREMENTS = {
     "pytest.mark.engine": "torch", "pytest.mark.orchestrator": "prefect", "pytest.mark.sglang": "sglang"
 }  # fmt: skip
 HAS_SGLANG = importlib.util.find_spec("sglang") is not None
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell's background job ignores it, and so would the runs that tests interrupt.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+if os.environ.get("EAGLE3_TEST_DEVICE") != "cuda":
+    # Tensors are so small that a second thread only waits, and spins while it does; steps inherit it.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 if importlib.util.find_spec("torch"):
     # Engines read these when they are imported; a step's process gets the same.
     device = "cuda" if os.environ.get("EAGLE3_TEST_DEVICE") == "cuda" else "cpu"

@@ -108,14 +108,23 @@ def site(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def deployed(site, tmp_path_factory, tiny_target):
-    """Deployments of a tiny run, registered twice, and a worker."""
-    profile = tiny_profile(tmp_path_factory.mktemp("deployed"), tiny_target)
-    for _ in range(2):
-        done = site.eagle3("deploy", "--profile", str(profile))
-        assert done.returncode == EXIT_OK, done.stderr
+def deployed(site, tiny_folder, tiny_target):
+    """Deployments of a tiny run, registered twice, the schedule enabled in between, and a worker."""
+    profile = tiny_profile(tiny_folder, tiny_target)
+    deploy(site, profile)
+    with site.client() as client:
+        nightly = names(client)["nightly"]
+        (schedule,) = nightly.schedules
+        assert (schedule.schedule.cron, schedule.active) == ("0 2 * * *", False)
+        client.update_deployment_schedule(nightly.id, schedule.id, active=True)
+    deploy(site, profile)
     with site.background("worker", "start", "--pool", "eagle3"):
         yield profile
+
+
+def deploy(site, profile):
+    done = site.eagle3("deploy", "--profile", str(profile))
+    assert done.returncode == EXIT_OK, done.stderr
 
 
 def names(client):
@@ -131,17 +140,13 @@ def test_deploying_twice_leaves_five_deployments_with_the_typed_configuration(si
     assert found["full"].parameters["config"]["name"] == "tiny"
     schema = json.dumps(found["full"].parameter_openapi_schema)
     assert "Passes over the training samples." in schema
-    (schedule,) = found["nightly"].schedules
-    assert (schedule.schedule.cron, schedule.active) == ("0 2 * * *", False)
 
 
 def test_a_schedule_that_was_enabled_stays_enabled(site, deployed):
     with site.client() as client:
         nightly = names(client)["nightly"]
-        client.update_deployment_schedule(nightly.id, nightly.schedules[0].id, active=True)
-        assert site.eagle3("deploy", "--profile", str(deployed)).returncode == EXIT_OK
-        (schedule,) = names(client)["nightly"].schedules
-        assert schedule.active
+        (schedule,) = nightly.schedules
+        assert (schedule.schedule.cron, schedule.active) == ("0 2 * * *", True)
         client.update_deployment_schedule(nightly.id, schedule.id, active=False)
 
 

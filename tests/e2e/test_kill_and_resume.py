@@ -35,12 +35,14 @@ class Scene:
         self.profile = tiny_profile(
             folder,
             target,
+            "killed",
             capture={"shard_bytes": 65536, "max_batched_tokens": 64},
             engine={"max_num_seqs": 2},
             train={"num_epochs": 4, "checkpoint_every_seconds": 0.01},
         )
         self.config = load_profile(self.profile)
         self.shards: dict[str, int] = {}
+        self.others = {ref for ref in LocalStore(self.config.store_path).refs() if ref.kind == "capture"}
 
     def start(self) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "flows.cli", "run", str(self.profile)]
@@ -58,7 +60,9 @@ class Scene:
     def capture_shards(self) -> dict[str, int]:
         """Finished shards by path, with the time of their last change: those that the manifest names."""
         store = LocalStore(self.config.store_path)
-        captures = [manifest for manifest in store.list() if manifest.ref.kind == "capture"]
+        captures = [
+            found for found in store.list() if found.ref.kind == "capture" and found.ref not in self.others
+        ]
         paths = [store.folder(found.ref) / entry.path for found in captures for entry in found.files]
         return {str(path): path.stat().st_mtime_ns for path in paths if path.exists()}
 
@@ -80,8 +84,8 @@ def _arguments(process: psutil.Process) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def scene(tmp_path_factory, tiny_target, api):
-    return Scene(tmp_path_factory.mktemp("scene"), tiny_target)
+def scene(tiny_folder, tiny_target, api):
+    return Scene(tiny_folder, tiny_target)
 
 
 def test_a_step_killed_in_extract_fails_the_run_and_keeps_its_shards(scene):

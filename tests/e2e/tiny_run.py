@@ -30,8 +30,8 @@ def make_tiny_target(folder: Path) -> Path:
     return folder
 
 
-def tiny_profile(folder: Path, target: Path, **changes: dict[str, Any]) -> Path:
-    """A profile below `folder` with its own workspace; `changes` by section."""
+def tiny_profile(folder: Path, target: Path, name: str = "profile", **changes: dict[str, Any]) -> Path:
+    """A profile `name` in `folder`, whose workspace all profiles there share; `changes` by section."""
     prompts = folder / "prompts.jsonl"
     prompts.write_text("".join(json.dumps(row) + "\n" for row in prompt_rows()))
     document: dict[str, Any] = {
@@ -53,7 +53,7 @@ def tiny_profile(folder: Path, target: Path, **changes: dict[str, Any]) -> Path:
     }
     for section, values in changes.items():
         document[section] = document[section] | values
-    path = folder / "profile.yaml"
+    path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump(document))
     return path
 

@@ -1,4 +1,4 @@
-"""A real Prefect server for the tests of flows and tasks, in a home of its own."""
+"""A real Prefect server in a home of its own, one for all tests."""
 
 from __future__ import annotations
 
