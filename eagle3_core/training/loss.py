@@ -17,16 +17,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from eagle3_core.sections import LossConfig
+from eagle3_core.training.chunks import LossRows, chunk_rows
 from eagle3_core.training.losses import row_losses
+from eagle3_core.training.matrices import product
 from eagle3_core.training.rows import RowPlan
 
 CHUNK_ELEMENTS = 1 << 20
-"""Teacher logits (labels x D) of a chunk; the draft's logits are at most T times as many."""
+"""Logits of a chunk on the CPU: few enough for its caches."""
+CHUNK_BYTES = 1 << 29
+"""The draft's logits of a chunk on a GPU: enough rows for products at full speed."""
+EAGER_BYTES = 24
+"""Per logit of losses without a kernel: some fp32 copies."""
 
 
 @dataclass(frozen=True)
@@ -115,51 +120,85 @@ class _ChunkedLoss(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         needs_head = ctx.needs_input_grad[1]
         needs_gradient = needs_head or any(ctx.needs_input_grad[6:])
-        compute = head.to(teacher.head.dtype)
-        sums = torch.zeros(len(hidden), dtype=torch.float32, device=head.device)
-        grad_head = torch.zeros(head.shape, dtype=torch.float32, device=head.device) if needs_head else None
-        grads = [torch.zeros_like(states) for states in hidden]
-        choices = [torch.zeros(len(states), dtype=torch.int64, device=head.device) for states in hidden]
-        normal = teacher.normalise(final_states)
-        for start, end, parts in _chunks(plan, len(teacher.head)):
-            log_target = torch.log_softmax((normal[start:end] @ teacher.head.T).float(), dim=-1)
-            target = log_target.exp()
-            negative_entropy = (target * log_target).sum(-1)
-            for step, (first, last) in enumerate(parts):
-                if first == last:
-                    continue
-                index = torch.from_numpy(plan.steps[step].label[first:last] - start).to(head.device)
-                states = hidden[step][first:last].to(compute.dtype)
-                wanted = target if len(index) == len(target) else target[index]
-                logits = (states @ compute.T).float()
-                choices[step][first:last] = logits.argmax(-1)
-                losses, grad = row_losses(kind, logits, wanted, negative_entropy[index], needs_gradient)
-                sums[step] += losses.sum()
-                if grad is None:
-                    continue
-                grad = grad.mul_(weights[step]).to(compute.dtype)
-                grads[step][first:last] = grad @ compute
-                if grad_head is not None:
-                    grad_head += grad.T @ states
-        ctx.save_for_backward(*([grad_head] if grad_head is not None else []), *grads)
-        ctx.has_head = grad_head is not None
-        ctx.mark_non_differentiable(sums, *choices)
-        factors = torch.tensor(weights, dtype=torch.float32, device=head.device)
-        return (sums * factors).sum(), sums, *choices
+        compute, device = head.to(teacher.head.dtype), head.device
+        rows = chunk_rows(plan, _max_rows(kind, compute))
+        order, inverse, label, step = _on(device, rows)
+        factors = torch.tensor(weights, dtype=torch.float32).to(device, non_blocking=True)
+        states = torch.cat([part.to(compute.dtype) for part in hidden]).index_select(0, order)
+        normal, row_weights = teacher.normalise(final_states), factors[step]
+        losses = torch.empty(len(states), dtype=torch.float32, device=device)
+        choices = torch.empty(len(states), dtype=torch.int64, device=device)
+        grads = torch.empty_like(states) if needs_gradient else None
+        grad_head: Tensor | None = None
+        for chunk in rows.chunks:
+            part = slice(chunk.first, chunk.last)
+            wanted = normal[chunk.start : chunk.end] @ teacher.head.T
+            losses[part], choices[part], grad = chunk_losses(
+                kind, states[part] @ compute.T, wanted, label[part], row_weights[part], needs_gradient
+            )
+            if grad is not None and grads is not None:
+                torch.mm(grad, compute, out=grads[part])
+                if needs_head:
+                    grad_head = product(grad, states[part], grad_head)
+        sums = torch.stack([x.sum() for x in losses.index_select(0, inverse).split(plan.counts)])
+        found = choices.index_select(0, inverse).split(plan.counts)
+        if needs_head and grad_head is None:
+            grad_head = torch.zeros(head.shape, dtype=torch.float32, device=device)
+        ctx.grads, ctx.grad_head, ctx.counts = grads, grad_head, plan.counts
+        ctx.inverse, ctx.dtypes = inverse, [part.dtype for part in hidden]
+        ctx.mark_non_differentiable(sums, *found)
+        return (sums * factors).sum(), sums, *found
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        saved = [tensor * grad_loss for tensor in ctx.saved_tensors]
-        grad_head = saved.pop(0) if ctx.has_head else None
-        return None, grad_head, None, None, None, None, *saved
+        grad_head = None if ctx.grad_head is None else ctx.grad_head * grad_loss
+        parts = (ctx.grads * grad_loss).index_select(0, ctx.inverse).split(ctx.counts)
+        hidden = [part.to(dtype) for part, dtype in zip(parts, ctx.dtypes, strict=True)]
+        return None, grad_head, None, None, None, None, *hidden
 
 
-def _chunks(plan: RowPlan, vocabulary: int) -> list[tuple[int, int, list[tuple[int, int]]]]:
-    """Label ranges [start, end), and for each step the range of its loss rows that read them."""
-    size = max(1, CHUNK_ELEMENTS // vocabulary)
-    bounds = np.append(np.arange(0, len(plan.labels), size), len(plan.labels))
-    cuts = [np.searchsorted(step.label, bounds).tolist() for step in plan.steps]
-    return [
-        (int(bounds[i]), int(bounds[i + 1]), [(cut[i], cut[i + 1]) for cut in cuts])
-        for i in range(len(bounds) - 1)
-    ]
+def chunk_losses(
+    kind: LossConfig, logits: Tensor, wanted: Tensor, label: Tensor, weight: Tensor, with_gradient: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Losses of a chunk of rows, their greedy choices, and weight * gradient by the logits.
+
+    Args:
+        kind: the loss of a row.
+        logits: [m, D] of the draft; overwritten.
+        wanted: [n, D], the teacher's logits.
+        label: [m], row of `wanted` that each is compared with.
+        weight: [m] fp32.
+        with_gradient: whether the gradient is wanted.
+
+    Returns:
+        [m] fp32, [m] int64, and [m, D] in the dtype of the logits.
+    """
+    if logits.is_cuda and kind.kind == "kl":
+        from eagle3_core.training.kernels import divergence
+
+        sums = divergence.teacher_sums(wanted)
+        losses, choices = divergence.kl_rows(logits, wanted, sums, label, weight, with_gradient)
+        return losses, choices, logits if with_gradient else None
+    choices = logits.argmax(-1)
+    log_target = torch.log_softmax(wanted.float(), dim=-1)
+    target = log_target.exp()
+    negative_entropy = torch.linalg.vecdot(target, log_target)
+    wide = logits.float()
+    losses, grad = row_losses(kind, wide, target[label], negative_entropy[label], with_gradient)
+    return losses, choices, None if grad is None else grad.mul_(weight.unsqueeze(-1)).to(logits.dtype)
+
+
+def _max_rows(kind: LossConfig, head: Tensor) -> int:
+    """Rows of a chunk."""
+    if not head.is_cuda:
+        return CHUNK_ELEMENTS // len(head)
+    size = head.element_size() if kind.kind == "kl" else EAGER_BYTES
+    return CHUNK_BYTES // (size * len(head))
+
+
+def _on(device: torch.device, rows: LossRows) -> Sequence[Tensor]:
+    """Order, inverse, label and step of the rows on the device, by one asynchronous copy."""
+    whole = torch.stack([torch.from_numpy(x) for x in (rows.order, rows.inverse, rows.label, rows.step)])
+    if device.type == "cuda":
+        whole = whole.pin_memory()
+    return whole.to(device, non_blocking=True).unbind()

@@ -78,7 +78,7 @@ class Matrix:
         """[O, I] in fp32, the sum over all products; None if there were none."""
         total: Tensor | None = None
         for inputs, gradient in _joined(self._parts):
-            total = _product(gradient, inputs, total)
+            total = product(gradient, inputs, total)
         self._parts = []
         return total
 
@@ -215,8 +215,8 @@ def _widened(first: Tensor, second: Tensor) -> Tensor:
     return first.as_strided((len(first) + len(second), first.shape[1]), first.stride())
 
 
-def _product(gradient: Tensor, inputs: Tensor, total: Tensor | None) -> Tensor:
-    """total + gradient^T @ inputs in fp32."""
+def product(gradient: Tensor, inputs: Tensor, total: Tensor | None) -> Tensor:
+    """total + gradient^T @ inputs in fp32, [O, I] from [N, O] and [N, I]; `total` may be overwritten."""
     if gradient.dtype == torch.float32:
         return gradient.T @ inputs if total is None else total.addmm_(gradient.T, inputs)
     if gradient.is_cuda:

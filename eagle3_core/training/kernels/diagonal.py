@@ -1,0 +1,140 @@
+"""Merge of the first block's attention with one key of each later block, and its gradient.
+
+Legend: N query rows, R rows of the pack, J later blocks, h query heads, g key/value heads, d head size.
+
+One program takes one row with all its heads as a tile [g, h/g, d], so keys and values are read once.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+def forward(
+    first: Tensor,
+    lse: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    rows: Tensor,
+    scale: float,
+    out: Tensor,
+) -> Tensor:
+    """Twin of `attention.merge`."""
+    count, heads, depth = queries.shape
+    groups = keys.shape[2]
+    merged = torch.empty_like(lse)
+    if count:
+        first, lse, queries = first.contiguous(), lse.contiguous(), queries.contiguous()
+        _forward[(count,)](
+            first, lse, queries, keys, values, keys.stride(0), keys.stride(1), rows, out, merged, count,
+            len(keys), scale, groups, depth, **_tile(heads, groups, depth),
+        )  # fmt: skip
+    return merged
+
+
+def backward(
+    grad_out: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    rows: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    grad_queries: Tensor,
+    grad_keys: Tensor,
+    grad_values: Tensor,
+) -> None:
+    """Twin of `attention.merge_backward`."""
+    count, heads, depth = queries.shape
+    groups = keys.shape[2]
+    if count:
+        assert grad_queries.is_contiguous()
+        grad_out, queries, out = grad_out.contiguous(), queries.contiguous(), out.contiguous()
+        _backward[(count,)](
+            grad_out, queries, keys, values, keys.stride(0), keys.stride(1), rows, out, lse.contiguous(),
+            grad_queries, grad_keys, grad_values, count, len(keys), scale, groups, depth,
+            **_tile(heads, groups, depth),
+        )  # fmt: skip
+
+
+def _tile(heads: int, groups: int, depth: int) -> dict[str, int]:
+    share = heads // groups
+    sizes = [triton.next_power_of_2(size) for size in (groups, share, depth)]
+    warps = min(16, max(1, sizes[0] * sizes[1] * sizes[2] // 512))
+    return {"SHARE": share, "G": sizes[0], "Q": sizes[1], "D": sizes[2], "num_warps": warps}
+
+
+@triton.jit
+def _forward(
+    first, lse, queries, keys, values, block_stride, row_stride, rows, out, merged, count, num_later, scale,
+    groups, depth, SHARE: tl.constexpr, G: tl.constexpr, Q: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.arange(0, G)[:, None, None]
+    share = tl.arange(0, Q)[None, :, None]
+    col = tl.arange(0, D)[None, None, :]
+    inside = (group < groups) & (share < SHARE) & (col < depth)
+    in_keys = (group < groups) & (col < depth)
+    at = row * groups * SHARE * depth + (group * SHARE + share) * depth + col
+    query = tl.load(queries + at, mask=inside, other=0.0).to(tl.float32) * scale
+    total = tl.load(first + at, mask=inside, other=0.0).to(tl.float32)
+    head = tl.arange(0, G)[:, None] * SHARE + tl.arange(0, Q)[None, :]
+    in_heads = (tl.arange(0, G)[:, None] < groups) & (tl.arange(0, Q)[None, :] < SHARE)
+    highest = tl.load(lse + head.to(tl.int64) * count + row, mask=in_heads, other=0.0)
+    weight = tl.full([G, Q], 1.0, dtype=tl.float32)
+    place = tl.load(rows + row).to(tl.int64) * row_stride + group * depth + col
+    for _ in range(num_later):
+        key = tl.load(keys + place, mask=in_keys, other=0.0)
+        score = tl.sum(query * key.to(tl.float32), axis=2)
+        top = tl.maximum(highest, score)
+        old, new = tl.exp(highest - top), tl.exp(score - top)
+        value = tl.load(values + place, mask=in_keys, other=0.0)
+        total = total * old[:, :, None] + new[:, :, None] * value.to(tl.float32)
+        weight = weight * old + new
+        highest = top
+        place += block_stride
+    total = total / weight[:, :, None]
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
+    tl.store(merged + head.to(tl.int64) * count + row, highest + tl.log(weight), mask=in_heads)
+
+
+@triton.jit
+def _backward(
+    grad_out, queries, keys, values, block_stride, row_stride, rows, out, lse, grad_queries, grad_keys,
+    grad_values, count, num_later, scale, groups, depth,
+    SHARE: tl.constexpr, G: tl.constexpr, Q: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.arange(0, G)[:, None, None]
+    share = tl.arange(0, Q)[None, :, None]
+    col = tl.arange(0, D)[None, None, :]
+    inside = (group < groups) & (share < SHARE) & (col < depth)
+    in_keys = (group < groups) & (col < depth)
+    at = row * groups * SHARE * depth + (group * SHARE + share) * depth + col
+    query = tl.load(queries + at, mask=inside, other=0.0).to(tl.float32)
+    grad = tl.load(grad_out + at, mask=inside, other=0.0).to(tl.float32)
+    mean = tl.sum(grad * tl.load(out + at, mask=inside, other=0.0).to(tl.float32), axis=2)
+    head = tl.arange(0, G)[:, None] * SHARE + tl.arange(0, Q)[None, :]
+    in_heads = (tl.arange(0, G)[:, None] < groups) & (tl.arange(0, Q)[None, :] < SHARE)
+    total = tl.load(lse + head.to(tl.int64) * count + row, mask=in_heads, other=0.0)
+    grad_query = tl.load(grad_queries + at, mask=inside, other=0.0).to(tl.float32)
+    place = tl.load(rows + row).to(tl.int64) * row_stride + group * depth + col
+    for _ in range(num_later):
+        key = tl.load(keys + place, mask=in_keys, other=0.0).to(tl.float32)
+        value = tl.load(values + place, mask=in_keys, other=0.0).to(tl.float32)
+        weight = tl.where(in_heads, tl.exp(scale * tl.sum(query * key, axis=2) - total), 0.0)
+        grad_score = scale * weight * (tl.sum(grad * value, axis=2) - mean)
+        grad_query += grad_score[:, :, None] * key
+        grad_key = tl.sum(grad_score[:, :, None] * query, axis=1)[:, None, :]
+        grad_value = tl.sum(weight[:, :, None] * grad, axis=1)[:, None, :]
+        grad_key += tl.load(grad_keys + place, mask=in_keys, other=0.0)
+        grad_value += tl.load(grad_values + place, mask=in_keys, other=0.0)
+        tl.store(grad_keys + place, grad_key, mask=in_keys)
+        tl.store(grad_values + place, grad_value, mask=in_keys)
+        place += block_stride
+    tl.store(grad_queries + at, grad_query.to(grad_queries.dtype.element_ty), mask=inside)
