@@ -18,6 +18,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -186,8 +187,8 @@ class Runner:
         marks.append(self._mark())
         if self.device == "cuda":
             torch.cuda.synchronize()
-            return [a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False)]
-        return [1000 * (b - a) for a, b in zip(marks, marks[1:], strict=False)]
+            return [a.elapsed_time(b) for a, b in pairwise(marks)]
+        return [1000 * (b - a) for a, b in pairwise(marks)]
 
     def _mark(self) -> Any:
         if self.device != "cuda":
@@ -216,8 +217,8 @@ def compare(runner: Runner, names: Sequence[str], mine: Step, other: Step) -> di
     relative = abs(loss - expected) / abs(expected)
     verdict = relative < LOSS_TOLERANCE and distances[worst] < GRADIENT_TOLERANCE
     print(
-        f"parity: loss {loss:.5f}, speculators {expected:.5f}, apart by {relative:.2e}; gradients apart by at "
-        f"most {distances[worst]:.2e} ({worst}): {'equal to bf16 noise' if verdict else 'NOT EQUAL'}"
+        f"parity: loss {loss:.5f}, speculators {expected:.5f}, apart by {relative:.2e}; gradients apart by "
+        f"at most {distances[worst]:.2e} ({worst}): {'equal to bf16 noise' if verdict else 'NOT EQUAL'}"
     )
     return {"ours": loss, "speculators": expected, "gradients": distances, "equal": verdict}
 
