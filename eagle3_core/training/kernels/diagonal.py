@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+ELEMENTS_A_WARP = 512
+
 
 def forward(
     first: Tensor,
@@ -65,7 +67,7 @@ def backward(
 def _tile(heads: int, groups: int, depth: int) -> dict[str, int]:
     share = heads // groups
     sizes = [triton.next_power_of_2(size) for size in (groups, share, depth)]
-    warps = min(16, max(1, sizes[0] * sizes[1] * sizes[2] // 512))
+    warps = min(16, max(1, sizes[0] * sizes[1] * sizes[2] // ELEMENTS_A_WARP))
     return {"SHARE": share, "G": sizes[0], "Q": sizes[1], "D": sizes[2], "num_warps": warps}
 
 

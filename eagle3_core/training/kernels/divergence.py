@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 4096
+BLOCK, WARPS = 4096, 8
 
 
 def teacher_sums(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -22,7 +22,9 @@ def teacher_sums(logits: Tensor) -> tuple[Tensor, Tensor]:
     rows, width = logits.shape
     lse, negative_entropy = torch.empty(2, rows, dtype=torch.float32, device=logits.device)
     if rows:
-        _teacher[(rows,)](logits, logits.stride(0), lse, negative_entropy, width, BLOCK=BLOCK, num_warps=8)
+        _teacher[(rows,)](
+            logits, logits.stride(0), lse, negative_entropy, width, BLOCK=BLOCK, num_warps=WARPS
+        )
     return lse, negative_entropy
 
 
@@ -51,7 +53,7 @@ def kl_rows(
         _kl[(rows,)](
             logits, logits.stride(0), teacher, teacher.stride(0), *sums, label, weight, losses, choices,
             width,
-            WITH_GRADIENT=with_gradient, BLOCK=BLOCK, num_warps=8,
+            WITH_GRADIENT=with_gradient, BLOCK=BLOCK, num_warps=WARPS,
         )  # fmt: skip
     return losses, choices
 

@@ -9,14 +9,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 2048
+BLOCK, WARPS = 2048, 4
 
 
 def forward(both: Tensor, out: Tensor) -> None:
     """out [N, I] = silu(both[:, :I]) * both[:, I:]."""
     rows, width = out.shape
     if rows:
-        _forward[(rows, triton.cdiv(width, BLOCK))](both, out, width, BLOCK=BLOCK, num_warps=4)
+        _forward[(rows, triton.cdiv(width, BLOCK))](both, out, width, BLOCK=BLOCK, num_warps=WARPS)
 
 
 def backward(both: Tensor, gradient: Tensor) -> None:
@@ -24,7 +24,7 @@ def backward(both: Tensor, gradient: Tensor) -> None:
     gradient = gradient.contiguous()
     rows, width = gradient.shape
     if rows:
-        _backward[(rows, triton.cdiv(width, BLOCK))](both, gradient, width, BLOCK=BLOCK, num_warps=4)
+        _backward[(rows, triton.cdiv(width, BLOCK))](both, gradient, width, BLOCK=BLOCK, num_warps=WARPS)
 
 
 @triton.jit
