@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import resource
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from eagle3_core.capture import extract
 from eagle3_core.capture.job import capture_layout
 from eagle3_core.config import PROJECT_ROOT
-from eagle3_core.contracts import StepOutcome, StepSpec
+from eagle3_core.contracts import ExtractResult, StepOutcome, StepSpec
 from eagle3_core.errors import EXIT_USER_ERROR, CaptureError, DiskFullError, TargetError
 from eagle3_core.step import Progress
 from eagle3_core.store.local import MANIFEST_NAME, LocalStore
@@ -37,6 +38,22 @@ PROGRESS = Progress("extract")
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory, target: Path) -> tuple[StepSpec, ExtractResult]:
+    """A finished capture, one sample a shard, and what its step said."""
+    spec = capture_spec(tmp_path_factory.mktemp("made"), target, SAMPLES, capture=ONE_SHARD_EACH)
+    return spec, extract.run(spec, PROGRESS)
+
+
+@pytest.fixture
+def finished(made: tuple[StepSpec, ExtractResult], tmp_path: Path, target: Path) -> StepSpec:
+    """A copy of it that a test may damage."""
+    shutil.copytree(made[0].config.store_path, tmp_path / "store")
+    spec = capture_spec(tmp_path, target, SAMPLES, capture=ONE_SHARD_EACH)
+    assert LocalStore(spec.config.store_path).is_intact(spec.outputs["capture"].ref)
+    return spec
 
 
 def stamps(folder: Path) -> dict[str, tuple[int, bytes]]:
@@ -74,9 +91,8 @@ def test_each_stored_state_is_the_one_that_the_convention_names(tmp_path: Path, 
         assert (logits - output.logits[0]).abs().max() < 1e-4
 
 
-def test_the_manifest_is_complete_and_the_staging_folder_gone(tmp_path: Path, target: Path) -> None:
-    spec = capture_spec(tmp_path, target, SAMPLES, capture=ONE_SHARD_EACH)
-    result = extract.run(spec, PROGRESS)
+def test_the_manifest_is_complete_and_the_staging_folder_gone(made: tuple[StepSpec, ExtractResult]) -> None:
+    spec, result = made
     manifest = LocalStore(spec.config.store_path).read(spec.outputs["capture"].ref)
     assert manifest.facts["result"] == result.model_dump(mode="json")
     assert len(manifest.files) == result.num_shards == 8
@@ -153,20 +169,16 @@ def test_a_step_of_which_every_save_fails_ends_with_an_error_and_leaves_no_shard
 
 
 def test_a_finished_capture_is_left_as_it_is_and_no_engine_is_started(
-    tmp_path: Path, target: Path, request: pytest.FixtureRequest
+    finished: StepSpec, no_engine: None
 ) -> None:
-    spec = capture_spec(tmp_path, target, SAMPLES, capture=ONE_SHARD_EACH)
-    extract.run(spec, PROGRESS)
-    before = stamps(capture_folder(spec))
-    request.getfixturevalue("no_engine")
-    result = extract.run(spec, PROGRESS)
+    before = stamps(capture_folder(finished))
+    result = extract.run(finished, PROGRESS)
     assert (result.num_new_shards, result.captured_tokens, result.tokens_per_second) == (0, 0, None)
-    assert stamps(capture_folder(spec)) == before
+    assert stamps(capture_folder(finished)) == before
 
 
-def test_damaged_and_missing_shards_are_remade_alone_and_alike(tmp_path: Path, target: Path) -> None:
-    spec = capture_spec(tmp_path, target, SAMPLES, capture=ONE_SHARD_EACH)
-    extract.run(spec, PROGRESS)
+def test_damaged_and_missing_shards_are_remade_alone_and_alike(finished: StepSpec) -> None:
+    spec = finished
     folder = capture_folder(spec)
     paths, before = sorted(folder.glob("*.safetensors")), stamps(folder)
     whole = [path.read_bytes() for path in paths]
@@ -189,10 +201,9 @@ def test_damaged_and_missing_shards_are_remade_alone_and_alike(tmp_path: Path, t
 
 
 def test_who_takes_the_lead_makes_a_damaged_shard_again_that_it_had_thought_finished(
-    tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    finished: StepSpec, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    spec = capture_spec(tmp_path, target, SAMPLES, capture=ONE_SHARD_EACH)
-    extract.run(spec, PROGRESS)
+    spec = finished
     folder = capture_folder(spec)
     manifest = folder / MANIFEST_NAME
     manifest.write_text(manifest.read_text().replace('"complete"', '"partial"'))
@@ -219,9 +230,8 @@ def test_who_takes_the_lead_makes_a_damaged_shard_again_that_it_had_thought_fini
     assert LocalStore(spec.config.store_path).is_intact(spec.outputs["capture"].ref)
 
 
-def test_other_layer_ids_get_a_folder_of_their_own(tmp_path: Path, target: Path) -> None:
-    first = capture_spec(tmp_path, target, SAMPLES, capture=ONE_SHARD_EACH)
-    extract.run(first, PROGRESS)
+def test_other_layer_ids_get_a_folder_of_their_own(tmp_path: Path, target: Path, finished: StepSpec) -> None:
+    first = finished
     before = stamps(capture_folder(first))
     second = capture_spec(
         tmp_path, target, SAMPLES, capture=ONE_SHARD_EACH,
