@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+from uuid import UUID
 
 import pytest
 from rich.console import Console
@@ -57,11 +58,14 @@ def test_the_progress_artifact_of_a_training_shows_its_live_figures(prefect_home
     """Published for the first event, then at most every few seconds, and for the last one."""
     from prefect import flow
     from prefect.client.orchestration import get_client
+    from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId
+    from prefect.runtime import flow_run
 
     from tasks.reporting import StageReporter
 
     @flow(name="training")
     def training():
+        ran.append(UUID(flow_run.id))
         reporter = StageReporter("train")
         for done in range(1, 6):
             figures = {"loss": 3.0 - done / 10, "acceptance_length": 1.5, "tokens_per_second": 1000.0 * done}
@@ -71,9 +75,11 @@ def test_the_progress_artifact_of_a_training_shows_its_live_figures(prefect_home
                 )
             )
 
+    ran = []
     training()
     with get_client(sync_client=True) as client:
-        found = [a for a in client.read_artifacts() if a.key == "eagle3-train-progress"]
+        ours = ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=ran))
+        found = [a for a in client.read_artifacts(artifact_filter=ours) if a.key == "eagle3-train-progress"]
     assert [(artifact.type, artifact.data) for artifact in found] == [("progress", 100.0)]
     expected = "5 of 5 steps, loss 2.5, acceptance length 1.5, tokens per second 5,000: epoch 1 of 1"
     assert found[0].description == expected
