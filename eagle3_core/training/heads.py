@@ -11,7 +11,7 @@ shared half is summed over the steps in fp32 and multiplied once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -48,22 +48,29 @@ class BlockMemory:
 
 
 @dataclass
+class Sums:
+    """Gradient by a `TokenPart` so far, [S, O] fp32; None before the first step's."""
+
+    total: Tensor | None = None
+
+
+@dataclass(frozen=True)
 class TokenPart:
     """The embeddings' half of a projection, made once.
 
     Attributes:
         states: [S, O], one row for each token that is read.
-        matrix: of the half.
-        sums: [S, O] fp32, gradient by `states` so far.
+        sums: apart from `states`, so that what gathers the gradient does not keep its own result alive.
     """
 
     states: Tensor
-    sums: Tensor | None = field(default=None)
+    sums: Sums
 
     def gradient(self) -> Tensor:
-        if self.sums is None:
-            self.sums = torch.zeros_like(self.states, dtype=torch.float32)
-        return self.sums
+        """[S, O] fp32, to be added to."""
+        if self.sums.total is None:
+            self.sums.total = torch.zeros_like(self.states, dtype=torch.float32)
+        return self.sums.total
 
 
 def token_part(units: Tensor, weight: Tensor, matrix: Matrix) -> TokenPart:
@@ -74,26 +81,24 @@ def token_part(units: Tensor, weight: Tensor, matrix: Matrix) -> TokenPart:
         weight: [O, H] with the norm's weights in it, from `matrices.cast_halves`.
         matrix: of the weight.
     """
-    part = TokenPart(units)
-    part.states = _Shared.apply(units, weight, matrix, part)
-    return part
+    sums = Sums()
+    return TokenPart(_Shared.apply(units, weight, matrix, sums), sums)
 
 
 class _Shared(torch.autograd.Function):
-    """A product whose gradient is gathered by its users in `part.sums`, not handed through autograd."""
+    """A product whose gradient is gathered by its users in `sums`, not handed through autograd."""
 
     @staticmethod
-    def forward(ctx: Any, units: Tensor, weight: Tensor, matrix: Matrix, part: TokenPart) -> Tensor:
+    def forward(ctx: Any, units: Tensor, weight: Tensor, matrix: Matrix, sums: Sums) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.units, ctx.matrix, ctx.part = units, matrix, part
+        ctx.units, ctx.matrix, ctx.sums = units, matrix, sums
         return units @ weight.T
 
     @staticmethod
     def backward(ctx: Any, _: None) -> tuple[None, ...]:
-        part = ctx.part
-        if part.sums is not None:
-            ctx.matrix.record(ctx.units, part.sums.to(ctx.units.dtype))
-            part.sums = None
+        if ctx.sums.total is not None:
+            ctx.matrix.record(ctx.units, ctx.sums.total.to(ctx.units.dtype))
+            ctx.sums.total = None
         return None, None, None, None
 
 
