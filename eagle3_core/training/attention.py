@@ -1,6 +1,6 @@
 """Attention of a TTT step: causal over the first block, plus one key of its own row for each later block.
 
-Legend: N query rows, R rows of the pack, h query heads, g key/value heads, d head size, J later blocks.
+Legend: N query rows, S rows of their hull (see `first_block`), R rows of the pack, h query heads, g key/value heads, d head size, J later blocks.
 
 At step k a query sees the first block causally within its document and its own row in blocks 1 to k. The
 first block is attended once with its log-sum-exp, and the J diagonal terms are merged exactly:
@@ -37,7 +37,7 @@ def merged_attention(
     """Attention of one step.
 
     Args:
-        queries: [N, h, d], in the compute dtype.
+        queries: [S, h, d], in the compute dtype: those of the rows, N, or of the block's hull.
         memory: keys and values of all blocks so far; gets their gradients.
         rows: [N], rows of the pack that the queries are.
         num_later: J, later blocks that are attended to: 1 to J of the memory.
@@ -64,38 +64,45 @@ class _MergedAttention(torch.autograd.Function):
         out: Tensor | None,
     ) -> Tensor:
         first, lse = first_block.forward(queries, memory.keys[0], memory.values[0], block, scale)
-        out = (
-            torch.empty(len(queries), queries[:1].numel(), dtype=queries.dtype, device=queries.device)
-            if out is None
-            else out
-        )
-        merged = out.view(queries.shape)
+        shape, places = (len(rows), *queries.shape[1:]), block.places
+        out = queries.new_empty(len(rows), queries[:1].numel()) if out is None else out
+        merged = out.view(shape)
         if num_later:
             later = slice(1, num_later + 1)
-            lse = merge(first, lse, queries, memory.keys[later], memory.values[later], rows, scale, merged)
-        else:
+            merge(first, lse, queries, memory.keys[later], memory.values[later], rows, places, scale, merged)
+        elif places is None:
             merged.copy_(first)
-        ctx.tensors = (queries.detach(), rows, merged.detach(), lse)
+        else:
+            torch.index_select(first, 0, places, out=merged)
+        kept = merged.detach() if places is None else first
+        ctx.tensors = (queries.detach(), rows, kept, lse)
         ctx.memory, ctx.num_later, ctx.block, ctx.scale = memory, num_later, block, scale
         return out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         queries, rows, out, lse = ctx.tensors
-        memory, scale = ctx.memory, ctx.scale
-        grad_out = grad_out.to(queries.dtype).view(queries.shape)
+        memory, scale, places = ctx.memory, ctx.scale, ctx.block.places
+        grad_out = grad_out.to(queries.dtype).view(len(rows), *queries.shape[1:])
         grad_keys, grad_values = memory.grads
         grad_queries = first_block.backward(
-            grad_out, queries, memory.keys[0], memory.values[0], out, lse, ctx.block, scale,
-            (grad_keys[0], grad_values[0]),
+            spread(grad_out, places, len(queries)), queries, memory.keys[0], memory.values[0], out, lse,
+            ctx.block, scale, (grad_keys[0], grad_values[0]),
         )  # fmt: skip
         if ctx.num_later:
             later = slice(1, ctx.num_later + 1)
             merge_backward(
-                grad_out, queries, memory.keys[later], memory.values[later], rows, out, lse, scale,
+                grad_out, queries, memory.keys[later], memory.values[later], rows, places, out, lse, scale,
                 grad_queries, grad_keys[later], grad_values[later],
             )  # fmt: skip
         return grad_queries, None, None, None, None, None, None
+
+
+def spread(tensor: Tensor, places: Tensor | None, size: int) -> Tensor:
+    """[N, ...] at `places` of [size, ...], zero between them."""
+    if places is None:
+        return tensor.contiguous()
+    return tensor.new_zeros(size, *tensor.shape[1:]).index_copy_(0, places, tensor)
 
 
 def merge(
@@ -105,37 +112,40 @@ def merge(
     keys: Tensor,
     values: Tensor,
     rows: Tensor,
+    places: Tensor | None,
     scale: float,
     out: Tensor,
-) -> Tensor:
+) -> None:
     """Add the diagonal terms to a first-block result.
 
     Args:
-        first: [N, h, d], output over the first block.
-        lse: [h, N] fp32, its log-sum-exp.
-        queries: [N, h, d].
+        first: [S, h, d], output over the first block; with `places`, gets the merged output too.
+        lse: [h, S] fp32, its log-sum-exp; gets the merged one.
+        queries: [S, h, d].
         keys, values: [J, R, g, d], later blocks by row of the pack.
-        rows: [N], rows of the queries.
+        rows: [N], rows of the pack that the queries are.
+        places: [N], where they stand among the S; None if they are all.
         scale: factor of the scores.
         out: [N, h, d], gets the merged output.
-
-    Returns:
-        [h, N] fp32, the merged log-sum-exp.
     """
     if queries.is_cuda:
         from eagle3_core.training.kernels import diagonal
 
-        return diagonal.forward(first, lse, queries, keys, values, rows, scale, out)
+        diagonal.forward(first, lse, queries, keys, values, rows, places, scale, out)
+        return
     keys, values = keys.index_select(1, rows).float(), values.index_select(1, rows).float()
-    grouped = _grouped(queries, keys.shape[2])
+    chosen = slice(None) if places is None else places
+    grouped = _grouped(queries[chosen], keys.shape[2])
     scores = scale * torch.einsum("ngqd,jngd->ngqj", grouped.float(), keys)
-    lse_first = _grouped(lse.T.unsqueeze(-1), keys.shape[2]).squeeze(-1)
+    lse_first = _grouped(lse.T[chosen].unsqueeze(-1), keys.shape[2]).squeeze(-1)
     total = torch.logaddexp(lse_first, torch.logsumexp(scores, dim=-1))
     weights = torch.exp(scores - total.unsqueeze(-1))
-    merged = torch.exp(lse_first - total).unsqueeze(-1) * _grouped(first, keys.shape[2]).float()
+    merged = torch.exp(lse_first - total).unsqueeze(-1) * _grouped(first[chosen], keys.shape[2]).float()
     merged = merged + torch.einsum("ngqj,jngd->ngqd", weights, values)
     out.copy_(merged.reshape(out.shape))
-    return total.flatten(1).T.contiguous()
+    lse[:, chosen] = total.flatten(1).T
+    if places is not None:
+        first[places] = out.to(first.dtype)
 
 
 def merge_backward(
@@ -144,6 +154,7 @@ def merge_backward(
     keys: Tensor,
     values: Tensor,
     rows: Tensor,
+    places: Tensor | None,
     out: Tensor,
     lse: Tensor,
     scale: float,
@@ -154,29 +165,33 @@ def merge_backward(
     """Add the gradients of the diagonal terms.
 
     Args:
-        grad_out, queries, out: [N, h, d], the output merged.
+        grad_out: [N, h, d].
+        queries: [S, h, d].
         keys, values: [J, R, g, d].
-        rows: [N].
-        lse: [h, N] fp32, merged.
+        rows, places: as in `merge`.
+        out: [S, h, d], merged.
+        lse: [h, S] fp32, merged.
         scale: factor of the scores.
-        grad_queries: [N, h, d], added to.
+        grad_queries: [S, h, d], added to.
         grad_keys, grad_values: [J, R, g, d] fp32, added to.
     """
     if queries.is_cuda:
         from eagle3_core.training.kernels import diagonal
 
         diagonal.backward(
-            grad_out, queries, keys, values, rows, out, lse, scale, grad_queries, grad_keys, grad_values
-        )
+            grad_out, queries, keys, values, rows, places, out, lse, scale, grad_queries, grad_keys,
+            grad_values,
+        )  # fmt: skip
         return
     keys, values = keys.index_select(1, rows).float(), values.index_select(1, rows).float()
-    groups = keys.shape[2]
-    grouped, grad = _grouped(queries, groups).float(), _grouped(grad_out, groups).float()
+    groups, chosen = keys.shape[2], slice(None) if places is None else places
+    grouped, grad = _grouped(queries[chosen], groups).float(), _grouped(grad_out, groups).float()
     scores = scale * torch.einsum("ngqd,jngd->ngqj", grouped, keys)
-    weights = torch.exp(scores - _grouped(lse.T.unsqueeze(-1), groups))
-    mean = (grad * _grouped(out, groups)).sum(-1, keepdim=True)
+    weights = torch.exp(scores - _grouped(lse.T[chosen].unsqueeze(-1), groups))
+    mean = (grad * _grouped(out[chosen], groups)).sum(-1, keepdim=True)
     grad_scores = scale * weights * (torch.einsum("ngqd,jngd->ngqj", grad, values) - mean)
-    grad_queries += torch.einsum("ngqj,jngd->ngqd", grad_scores, keys).reshape(queries.shape)
+    found = torch.einsum("ngqj,jngd->ngqd", grad_scores, keys).reshape(grad_out.shape)
+    grad_queries[chosen] += found.to(grad_queries.dtype)
     grad_keys.index_add_(1, rows, torch.einsum("ngqj,ngqd->jngd", grad_scores, grouped))
     grad_values.index_add_(1, rows, torch.einsum("ngqj,ngqd->jngd", weights, grad))
 

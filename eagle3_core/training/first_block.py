@@ -1,6 +1,6 @@
 """Causal attention over the first block, with its log-sum-exp; one call for all documents where possible.
 
-Legend: N query rows, R rows of the pack, C keys of a run, h query heads, g key/value heads, d head size.
+Legend: S query rows, N those that a step computes, R rows of the pack, C keys of a run, h query heads, g key/value heads, d head size.
 
 On CUDA torch's flash attention takes all documents at once. Its causal mask sees the last query beside the
 last key of a document (bottom right), so the queries of a document must be its last rows without a gap: rows
@@ -54,7 +54,7 @@ class FirstBlock:
 
     Attributes:
         runs: of consecutive queries.
-        hull: the same for flash attention, on the device; None elsewhere.
+        hull: the same for flash attention, on the device; None attends run by run.
         window: rows that a query sees, its own included; None is all.
     """
 
@@ -62,19 +62,24 @@ class FirstBlock:
     hull: Hull | None = None
     window: int | None = None
 
+    @property
+    def places(self) -> Tensor | None:
+        """[N], where the queries stand in the hull; None if there is no hull or they are all of it."""
+        return None if self.hull is None else self.hull.places
+
 
 def forward(
     queries: Tensor, keys: Tensor, values: Tensor, block: FirstBlock, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Output [N, h, d], and log-sum-exp [h, N] in fp32.
+    """Output [S, h, d], and log-sum-exp [h, S] in fp32.
 
     Args:
-        queries: [N, h, d].
+        queries: [S, h, d]; zero between the rows of a hull.
         keys, values: [R, g, d].
         block: who sees whom.
         scale: factor of the scores.
     """
-    if block.hull is not None and flash_is_usable(queries.device, queries.dtype, queries.shape[-1]):
+    if block.hull is not None:
         return _flash_forward(queries, keys, values, block.hull, block.window, scale)
     out = torch.zeros(queries.shape, dtype=torch.float32, device=queries.device)
     lse = torch.full(queries.shape[:2], -torch.inf, dtype=torch.float32, device=queries.device)
@@ -95,12 +100,12 @@ def backward(
     scale: float,
     sums: tuple[Tensor, Tensor],
 ) -> Tensor:
-    """Gradient by the queries, [N, h, d]; those by keys and values are added to `sums`, [R, g, d] fp32 each.
+    """Gradient by the queries, [S, h, d]; those by keys and values are added to `sums`, [R, g, d] fp32 each.
 
-    `out` [N, h, d] and `lse` [h, N] may include other blocks.
+    `out` [S, h, d] and `lse` [h, S] may include other blocks; `grad_out` is zero between the rows of a hull.
     """
     grad_keys, grad_values = sums
-    if block.hull is not None and flash_is_usable(queries.device, queries.dtype, queries.shape[-1]):
+    if block.hull is not None:
         found = _flash_backward(grad_out, queries, keys, values, out, lse, block.hull, block.window, scale)
         grad_keys += found[1]
         grad_values += found[2]
@@ -123,12 +128,10 @@ def _flash_forward(
     queries: Tensor, keys: Tensor, values: Tensor, hull: Hull, window: int | None, scale: float
 ) -> tuple[Tensor, Tensor]:
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        _spread(queries, hull), keys, values, hull.query_ends, hull.key_ends, hull.max_queries, hull.max_keys,
+        queries, keys, values, hull.query_ends, hull.key_ends, hull.max_queries, hull.max_keys,
         0.0, True, False, scale=scale, **_window(window),
     )  # fmt: skip
-    if hull.places is None:
-        return out, lse
-    return out.index_select(0, hull.places), lse.index_select(1, hull.places)
+    return out, lse
 
 
 def _flash_backward(
@@ -142,22 +145,11 @@ def _flash_backward(
     window: int | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if hull.places is not None:
-        lse = lse.new_zeros(len(lse), hull.size).index_copy_(1, hull.places, lse)
     unused = torch.empty(2, dtype=torch.uint64, device=queries.device)
-    dq, dk, dv = torch.ops.aten._flash_attention_backward(
-        _spread(grad_out, hull), _spread(queries, hull), keys, values, _spread(out, hull), lse.contiguous(),
-        hull.query_ends, hull.key_ends, hull.max_queries, hull.max_keys, 0.0, True, unused, unused,
-        scale=scale, **_window(window),
+    return torch.ops.aten._flash_attention_backward(
+        grad_out, queries, keys, values, out, lse, hull.query_ends, hull.key_ends, hull.max_queries,
+        hull.max_keys, 0.0, True, unused, unused, scale=scale, **_window(window),
     )  # fmt: skip
-    return dq if hull.places is None else dq.index_select(0, hull.places), dk, dv
-
-
-def _spread(tensor: Tensor, hull: Hull) -> Tensor:
-    """[N, h, d] as the hull's rows, zero between them."""
-    if hull.places is None:
-        return tensor.contiguous()
-    return tensor.new_zeros(hull.size, *tensor.shape[1:]).index_copy_(0, hull.places, tensor)
 
 
 def _window(window: int | None) -> dict[str, int]:

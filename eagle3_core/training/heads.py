@@ -133,34 +133,52 @@ class _AddRows(torch.autograd.Function):
         return gradient, None, None, None
 
 
-def rotated_queries(flat: Tensor, part: TokenPart | None, rows: Tensor | None, turn: Turn) -> Tensor:
-    """Queries, [N, h, d].
+def rotated_queries(
+    flat: Tensor,
+    part: TokenPart | None,
+    rows: Tensor | None,
+    turn: Turn,
+    places: Tensor | None = None,
+    size: int = 0,
+) -> Tensor:
+    """Queries, [N, h, d], or [size, h, d] with zeros between them.
 
     Args:
         flat: [N, h * d], their projection without the tokens' part.
         part: the tokens' part, if the layer has one.
         rows: [N], rows of `part` to add.
         turn: their rotation.
+        places: [N], where they stand in the result; None for the first N.
+        size: rows of the result, if `places` are given.
     """
-    return _Queries.apply(flat, None if part is None else part.states, part, rows, turn)
+    return _Queries.apply(flat, None if part is None else part.states, part, rows, turn, places, size)
 
 
 class _Queries(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, flat: Tensor, states: Tensor | None, part: TokenPart | None, rows: Tensor | None, turn: Turn
+        ctx: Any,
+        flat: Tensor,
+        states: Tensor | None,
+        part: TokenPart | None,
+        rows: Tensor | None,
+        turn: Turn,
+        places: Tensor | None,
+        size: int,
     ) -> Tensor:
-        ctx.part, ctx.rows, ctx.turn, ctx.slot = part, rows, turn, flat.detach()
-        out = flat.new_empty(len(flat), flat.shape[1] // turn.cos.shape[1], turn.cos.shape[1])
-        rotate(flat.view(out.shape), states, rows, turn, out, None)
+        ctx.part, ctx.rows, ctx.turn, ctx.places, ctx.slot = part, rows, turn, places, flat.detach()
+        depth = turn.cos.shape[1]
+        shape = (flat.shape[1] // depth, depth)
+        out = flat.new_empty(len(flat), *shape) if places is None else flat.new_zeros(size, *shape)
+        rotate(flat.view(-1, *shape), states, rows, turn, out, places)
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        out = ctx.slot.view(gradient.shape)
+        out = ctx.slot.view(-1, *gradient.shape[1:])
         sums = None if ctx.part is None else ctx.part.gradient()
-        rotate_back(gradient, None, ctx.turn, out, sums, ctx.rows)
-        return ctx.slot, None, None, None, None
+        rotate_back(gradient, ctx.places, ctx.turn, out, sums, ctx.rows)
+        return ctx.slot, None, None, None, None, None, None
 
 
 def store_keys_and_values(

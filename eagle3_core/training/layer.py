@@ -14,6 +14,7 @@ from torch import Tensor
 
 from eagle3_core.errors import TrainingError
 from eagle3_core.training.attention import merged_attention
+from eagle3_core.training.first_block import FirstBlock, flash_is_usable
 from eagle3_core.training.heads import (
     BlockMemory,
     TokenPart,
@@ -150,20 +151,26 @@ class DraftLayer:
             both = torch.cat([_by_head(keys, attention.k_norm, depth), values], dim=1)
             query_part = key_part = None
         query_turn = turn if queries is None else replace(turn, positions=turn.positions[queries])
-        wanted = rotated_queries(flat, query_part, query_rows, query_turn)
+        is_whole = number == 0 and queries is None
+        block = self._block(self.index.first if is_whole else step.first)
+        size = 0 if block.hull is None else block.hull.size
+        wanted = rotated_queries(flat, query_part, query_rows, query_turn, block.places, size)
         places = None if number == 0 else step.rows
         wanted = store_keys_and_values(both, key_part, key_rows, turn, self.memory, number, places, wanted)
-        is_whole = number == 0 and queries is None
-        first = self.index.first if is_whole else step.first
         return merged_attention(
             wanted,
             self.memory,
             self.index.all_rows if is_whole else step.rows,
             number,
-            replace(first, window=self.window),
+            block,
             attention.scaling,
-            self.out_matrix.inputs.take(len(wanted)),
+            self.out_matrix.inputs.take(len(flat)),
         )
+
+    def _block(self, first: FirstBlock) -> FirstBlock:
+        """Attention over the first block with this layer's window, by flash attention where it can be used."""
+        usable = flash_is_usable(self.index.all_rows.device, self.dtype, self.depth)
+        return replace(first, hull=first.hull if usable else None, window=self.window)
 
 
 def _by_head(flat: Tensor, norm: Any, depth: int) -> Tensor:

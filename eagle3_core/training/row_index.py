@@ -76,7 +76,7 @@ def index_rows(plan: RowPlan, device: torch.device) -> RowIndex:
     all_rows, offsets, *tensors = _send(arrays, device)
     lengths = np.diff(plan.offsets)
     max_keys, key_ends = int(lengths.max()), offsets.to(torch.int32)
-    on_gpu = device.type == "cuda"
+    with_hull = uses_hull(device)
     steps, previous = [], len(all_rows)
     for number, step in enumerate(plan.steps):
         if not len(step.rows):
@@ -93,7 +93,7 @@ def index_rows(plan: RowPlan, device: torch.device) -> RowIndex:
                 loss=None if len(loss) == len(rows) else loss,
                 tokens=tokens,
                 token_places=token_places,
-                first=FirstBlock(step.runs, hull if on_gpu else None),
+                first=FirstBlock(step.runs, hull if with_hull else None),
             )
         )
         previous = len(rows)
@@ -103,9 +103,14 @@ def index_rows(plan: RowPlan, device: torch.device) -> RowIndex:
         last_position=max_keys + len(plan.steps),
         all_rows=all_rows,
         queries=None if not steps or len(steps[0].rows) == len(all_rows) else steps[0].rows,
-        first=FirstBlock(plan.all_rows, whole if on_gpu else None),
+        first=FirstBlock(plan.all_rows, whole if with_hull else None),
         steps=tuple(steps),
     )
+
+
+def uses_hull(device: torch.device) -> bool:
+    """Whether flash attention may be used there."""
+    return device.type == "cuda"
 
 
 def _hull(rows: np.ndarray, offsets: Sequence[int]) -> tuple[np.ndarray, np.ndarray, int]:

@@ -132,27 +132,31 @@ def test_rotation(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("number", "groups", "depth"), [(32, 8, 128), (9, 3, 64), (4, 4, 16), (64, 8, 112)])
 @pytest.mark.parametrize("later", [1, 2, 6])
-def test_diagonal_terms(dtype: torch.dtype, number: int, groups: int, depth: int, later: int) -> None:
-    count, rows = 21, torch.randperm(40)[:21]
-    first, queries, grad_out, grad_queries = torch.randn(4, count, number, depth).to(dtype)
+@pytest.mark.parametrize("spread_out", [False, True])
+def test_diagonal_terms(
+    dtype: torch.dtype, number: int, groups: int, depth: int, later: int, spread_out: bool
+) -> None:
+    count, rows, size = 21, torch.randperm(39)[:21], 27 if spread_out else 21
+    places = torch.randperm(size)[:count].sort().values if spread_out else None
+    first, queries, grad_queries = torch.randn(3, size, number, depth).to(dtype)
+    grad_out = torch.randn(count, number, depth).to(dtype)
     keys, values = torch.randn(2, later, 40, groups, depth).to(dtype)
     keys[:, 39], values[:, 39] = torch.nan, torch.nan  # rows that no step computes may hold anything
-    rows[rows == 39] = int((set(range(39)) - set(rows.tolist())).pop())
-    lse, sums = torch.randn(number, count), torch.randn(2, later, 40, groups, depth)
+    lse, sums = torch.randn(number, size), torch.randn(2, later, 40, groups, depth)
     results = []
     for device in ("cpu", "cuda"):
         data = [x.to(device) for x in (queries, keys, values, rows)]
+        at = None if places is None else places.to(device)
         out = _poison(count, number, depth, dtype=dtype).to(device)
-        total = attention.merge(first.to(device), lse.to(device), *data, 0.2, out)
+        both = first.to(device, copy=True), lse.to(device, copy=True)
+        attention.merge(*both, *data, at, 0.2, out)
         grads = grad_queries.to(device, copy=True), *sums.to(device, copy=True)
-        given = results[0][:2] if results else (out, total)
-        attention.merge_backward(
-            grad_out.to(device), *data, given[0].to(device), given[1].to(device), 0.2, *grads
-        )
-        results.append((out, total, *grads))
-    for wanted, found, kind in zip(
-        *results, [dtype, torch.float32, dtype, *[torch.float32] * 2], strict=True
-    ):
+        merged = results[0][1 if spread_out else 0].to(device) if results else both[0] if spread_out else out
+        total = results[0][2].to(device) if results else both[1]
+        attention.merge_backward(grad_out.to(device), *data, at, merged, total, 0.2, *grads)
+        results.append((out, *both, *grads))
+    kinds = [dtype, dtype, torch.float32, dtype, torch.float32, torch.float32]
+    for wanted, found, kind in zip(*results, kinds, strict=True):
         _near(found, wanted, kind)
 
 
@@ -210,12 +214,13 @@ def test_attention_of_all_steps(masks: list[list[int]], window: int | None) -> N
         memory.values.copy_(values)
         found = []
         for number, (step, query) in enumerate(zip(index.steps, queries, strict=False)):
-            leaf = query.to(device, dtype).requires_grad_()
             block = FirstBlock(step.first.runs, step.first.hull, window)
+            places, size = block.places, 0 if block.hull is None else block.hull.size
+            leaf = attention.spread(query.to(device, dtype), places, size).requires_grad_()
             out = merged_attention(leaf, memory, step.rows, number, block, 0.2)
             weights = torch.linspace(-1, 1, out.numel(), device=device).view(out.shape)
             (grad,) = torch.autograd.grad((out.float() * weights).sum(), leaf)
-            found += [out, grad]
+            found += [out, grad if places is None else grad[places]]
         results.append([*found, *memory.grads])
     for found, wanted in zip(results[1], results[0], strict=True):
         distance = (found.float().cpu() - wanted).norm() / wanted.norm().clamp_min(1e-6)

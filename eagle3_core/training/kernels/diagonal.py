@@ -7,7 +7,6 @@ One program takes one row with all its heads as a tile [g, h/g, d], so keys and 
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -22,20 +21,20 @@ def forward(
     keys: Tensor,
     values: Tensor,
     rows: Tensor,
+    places: Tensor | None,
     scale: float,
     out: Tensor,
-) -> Tensor:
+) -> None:
     """Twin of `attention.merge`."""
-    count, heads, depth = queries.shape
+    heads, depth = queries.shape[1:]
     groups = keys.shape[2]
-    merged = torch.empty_like(lse)
-    if count:
-        first, lse, queries = first.contiguous(), lse.contiguous(), queries.contiguous()
-        _forward[(count,)](
-            first, lse, queries, keys, values, keys.stride(0), keys.stride(1), rows, out, merged, count,
-            len(keys), scale, groups, depth, **_tile(heads, groups, depth),
+    if len(rows):
+        assert all(x.is_contiguous() for x in (first, lse, queries, out))
+        _forward[(len(rows),)](
+            first, lse, queries, keys, values, keys.stride(0), keys.stride(1), rows,
+            rows if places is None else places, out, len(queries), len(keys), scale, groups, depth,
+            HAS_PLACES=places is not None, **_tile(heads, groups, depth),
         )  # fmt: skip
-    return merged
 
 
 def backward(
@@ -44,6 +43,7 @@ def backward(
     keys: Tensor,
     values: Tensor,
     rows: Tensor,
+    places: Tensor | None,
     out: Tensor,
     lse: Tensor,
     scale: float,
@@ -52,15 +52,15 @@ def backward(
     grad_values: Tensor,
 ) -> None:
     """Twin of `attention.merge_backward`."""
-    count, heads, depth = queries.shape
+    heads, depth = queries.shape[1:]
     groups = keys.shape[2]
-    if count:
-        assert grad_queries.is_contiguous()
-        grad_out, queries, out = grad_out.contiguous(), queries.contiguous(), out.contiguous()
-        _backward[(count,)](
-            grad_out, queries, keys, values, keys.stride(0), keys.stride(1), rows, out, lse.contiguous(),
-            grad_queries, grad_keys, grad_values, count, len(keys), scale, groups, depth,
-            **_tile(heads, groups, depth),
+    if len(rows):
+        assert all(x.is_contiguous() for x in (queries, out, lse, grad_queries))
+        _backward[(len(rows),)](
+            grad_out.contiguous(), queries, keys, values, keys.stride(0), keys.stride(1), rows,
+            rows if places is None else places, out, lse, grad_queries, grad_keys, grad_values,
+            len(queries), len(keys), scale, groups, depth,
+            HAS_PLACES=places is not None, **_tile(heads, groups, depth),
         )  # fmt: skip
 
 
@@ -73,21 +73,26 @@ def _tile(heads: int, groups: int, depth: int) -> dict[str, int]:
 
 @triton.jit
 def _forward(
-    first, lse, queries, keys, values, block_stride, row_stride, rows, out, merged, count, num_later, scale,
-    groups, depth, SHARE: tl.constexpr, G: tl.constexpr, Q: tl.constexpr, D: tl.constexpr,
+    first, lse, queries, keys, values, block_stride, row_stride, rows, places, out, count, num_later, scale,
+    groups, depth, HAS_PLACES: tl.constexpr,
+    SHARE: tl.constexpr, G: tl.constexpr, Q: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
+    query_row = row
+    if HAS_PLACES:
+        query_row = tl.load(places + row).to(tl.int64)
     group = tl.arange(0, G)[:, None, None]
     share = tl.arange(0, Q)[None, :, None]
     col = tl.arange(0, D)[None, None, :]
     inside = (group < groups) & (share < SHARE) & (col < depth)
     in_keys = (group < groups) & (col < depth)
-    at = row * groups * SHARE * depth + (group * SHARE + share) * depth + col
+    inner = (group * SHARE + share) * depth + col
+    at = query_row * groups * SHARE * depth + inner
     query = tl.load(queries + at, mask=inside, other=0.0).to(tl.float32) * scale
     total = tl.load(first + at, mask=inside, other=0.0).to(tl.float32)
     head = tl.arange(0, G)[:, None] * SHARE + tl.arange(0, Q)[None, :]
     in_heads = (tl.arange(0, G)[:, None] < groups) & (tl.arange(0, Q)[None, :] < SHARE)
-    highest = tl.load(lse + head.to(tl.int64) * count + row, mask=in_heads, other=0.0)
+    highest = tl.load(lse + head.to(tl.int64) * count + query_row, mask=in_heads, other=0.0)
     weight = tl.full([G, Q], 1.0, dtype=tl.float32)
     place = tl.load(rows + row).to(tl.int64) * row_stride + group * depth + col
     for _ in range(num_later):
@@ -101,29 +106,35 @@ def _forward(
         highest = top
         place += block_stride
     total = total / weight[:, :, None]
-    tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
-    tl.store(merged + head.to(tl.int64) * count + row, highest + tl.log(weight), mask=in_heads)
+    tl.store(out + row * groups * SHARE * depth + inner, total.to(out.dtype.element_ty), mask=inside)
+    if HAS_PLACES:
+        tl.store(first + at, total.to(first.dtype.element_ty), mask=inside)
+    tl.store(lse + head.to(tl.int64) * count + query_row, highest + tl.log(weight), mask=in_heads)
 
 
 @triton.jit
 def _backward(
-    grad_out, queries, keys, values, block_stride, row_stride, rows, out, lse, grad_queries, grad_keys,
-    grad_values, count, num_later, scale, groups, depth,
+    grad_out, queries, keys, values, block_stride, row_stride, rows, places, out, lse, grad_queries,
+    grad_keys, grad_values, count, num_later, scale, groups, depth, HAS_PLACES: tl.constexpr,
     SHARE: tl.constexpr, G: tl.constexpr, Q: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
+    query_row = row
+    if HAS_PLACES:
+        query_row = tl.load(places + row).to(tl.int64)
     group = tl.arange(0, G)[:, None, None]
     share = tl.arange(0, Q)[None, :, None]
     col = tl.arange(0, D)[None, None, :]
     inside = (group < groups) & (share < SHARE) & (col < depth)
     in_keys = (group < groups) & (col < depth)
-    at = row * groups * SHARE * depth + (group * SHARE + share) * depth + col
+    inner = (group * SHARE + share) * depth + col
+    at = query_row * groups * SHARE * depth + inner
     query = tl.load(queries + at, mask=inside, other=0.0).to(tl.float32)
-    grad = tl.load(grad_out + at, mask=inside, other=0.0).to(tl.float32)
+    grad = tl.load(grad_out + row * groups * SHARE * depth + inner, mask=inside, other=0.0).to(tl.float32)
     mean = tl.sum(grad * tl.load(out + at, mask=inside, other=0.0).to(tl.float32), axis=2)
     head = tl.arange(0, G)[:, None] * SHARE + tl.arange(0, Q)[None, :]
     in_heads = (tl.arange(0, G)[:, None] < groups) & (tl.arange(0, Q)[None, :] < SHARE)
-    total = tl.load(lse + head.to(tl.int64) * count + row, mask=in_heads, other=0.0)
+    total = tl.load(lse + head.to(tl.int64) * count + query_row, mask=in_heads, other=0.0)
     grad_query = tl.load(grad_queries + at, mask=inside, other=0.0).to(tl.float32)
     place = tl.load(rows + row).to(tl.int64) * row_stride + group * depth + col
     for _ in range(num_later):
