@@ -1,6 +1,7 @@
 """Attention of a TTT step: causal over the first block, plus one key of its own row for each later block.
 
-Legend: N query rows, S rows of their hull (see `first_block`), R rows of the pack, h query heads, g key/value heads, d head size, J later blocks.
+Legend: N query rows, S rows of their hull (see `first_block`), R rows of the pack, h query heads,
+g key/value heads, d head size, J later blocks.
 
 At step k a query sees the first block causally within its document and its own row in blocks 1 to k. The
 first block is attended once with its log-sum-exp, and the J diagonal terms are merged exactly:

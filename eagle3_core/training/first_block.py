@@ -1,6 +1,7 @@
 """Causal attention over the first block, with its log-sum-exp; one call for all documents where possible.
 
-Legend: S query rows, N those that a step computes, R rows of the pack, C keys of a run, h query heads, g key/value heads, d head size.
+Legend: S query rows, N those that a step computes, R rows of the pack, C keys of a run, h query heads,
+g key/value heads, d head size.
 
 On CUDA torch's flash attention takes all documents at once. Its causal mask sees the last query beside the
 last key of a document (bottom right), so the queries of a document must be its last rows without a gap: rows

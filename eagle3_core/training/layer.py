@@ -168,7 +168,7 @@ class DraftLayer:
         )
 
     def _block(self, first: FirstBlock) -> FirstBlock:
-        """Attention over the first block with this layer's window, by flash attention where it can be used."""
+        """Attention over the first block with this layer's window, by flash attention where possible."""
         usable = flash_is_usable(self.index.all_rows.device, self.dtype, self.depth)
         return replace(first, hull=first.hull if usable else None, window=self.window)
 
