@@ -7,6 +7,8 @@ ORCHESTRATOR_TESTS_SECONDS ?= 1500
 ENGINE_TESTS_SECONDS ?= 1200
 SGLANG_TESTS_SECONDS ?= 600
 TESTS ?= not gpu
+# Environments whose tests run at once; with 1 one after the other, and what they say is seen at once.
+TEST_JOBS ?= 2
 PYTEST_OPTIONS ?=
 
 BIN := .envs/orchestrator/bin
@@ -30,11 +32,9 @@ setup-sglang:  ## Create the environment for capture with SGLang on the CPU
 demo: setup  ## Train a draft for SmolLM2-135M and measure it in vLLM
 	@$(BIN)/eagle3 run $(PROFILE)
 
-test: setup  ## Run all tests that need no GPU, in both environments (TESTS="not gpu and not slow" for fewer)
-	@status=0; \
-	$(MAKE) --no-print-directory test-orchestrator || status=1; \
-	$(MAKE) --no-print-directory test-engine || status=1; \
-	exit $$status
+test: setup  ## Run all tests that need no GPU, both environments at once (TESTS="not gpu and not slow" for fewer)
+	@$(MAKE) --no-print-directory --keep-going --jobs=$(TEST_JOBS) \
+		$(if $(filter 1,$(TEST_JOBS)),,--output-sync=target) test-orchestrator test-engine
 
 test-orchestrator:  # the environment without torch
 	timeout --kill-after=20 $(ORCHESTRATOR_TESTS_SECONDS) $(BIN)/python -m pytest -m "$(TESTS)" $(PYTEST_OPTIONS)
