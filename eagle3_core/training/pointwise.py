@@ -8,10 +8,29 @@ CUDA a Triton kernel of `kernels`. The residual stream and what is summed stay i
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Routes:
+    """Which rows of a step go where; all int64, None for all rows in order.
+
+    Attributes:
+        loss: [M], rows whose norm is wanted; `loss_at`, [N], where each row's norm goes, -1 for nowhere.
+        after: [L], rows of the residual stream that the next step computes; `after_at` likewise.
+    """
+
+    loss: Tensor | None = None
+    loss_at: Tensor | None = None
+    after: Tensor | None = None
+    after_at: Tensor | None = None
+
+
+EVERYWHERE = Routes()
 
 
 def rms_norm(
@@ -25,11 +44,17 @@ def rms_norm(
         dtype: of the result.
         out: where to write it.
     """
-    return _AddNorm.apply(states, None, weight, eps, dtype, out)[1]
+    return _AddNorm.apply(states, None, weight, eps, dtype, out, EVERYWHERE)[1]
 
 
 def add_norm(
-    states: Tensor, delta: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, out: Tensor | None = None
+    states: Tensor,
+    delta: Tensor,
+    weight: Tensor,
+    eps: float,
+    dtype: torch.dtype,
+    out: Tensor | None = None,
+    routes: Routes = EVERYWHERE,
 ) -> tuple[Tensor, Tensor]:
     """The residual stream after a block, and its RMSNorm.
 
@@ -37,11 +62,12 @@ def add_norm(
         states: [N, H] fp32.
         delta: [N, H], what the block adds.
         weight, eps, dtype, out: as in `rms_norm`.
+        routes: which rows of both results are wanted.
 
     Returns:
-        states + delta in fp32, and its norm in `dtype`.
+        states + delta in fp32, [N, H] or [L, H], and its norm in `dtype`, [N, H] or [M, H].
     """
-    total, normal = _AddNorm.apply(states, delta, weight, eps, dtype, out)
+    total, normal = _AddNorm.apply(states, delta, weight, eps, dtype, out, routes)
     return total, normal
 
 
@@ -55,63 +81,80 @@ class _AddNorm(torch.autograd.Function):
         eps: float,
         dtype: torch.dtype,
         out: Tensor | None,
+        routes: Routes,
     ) -> tuple[Tensor | None, Tensor]:
         ctx.set_materialize_grads(False)
-        out = torch.empty(states.shape, dtype=dtype, device=states.device) if out is None else out
+        if out is None:
+            rows = len(states) if routes.loss is None else len(routes.loss)
+            out = torch.empty(rows, states.shape[1], dtype=dtype, device=states.device)
         if states.is_cuda:
             from eagle3_core.training.kernels import norm
 
-            total, rate = norm.forward(states, delta, weight, eps, out)
+            total, rate, after = norm.forward(states, delta, weight, eps, out, routes)
         else:
-            total, rate = _norm_forward(states, delta, weight, eps, out)
-        # Autograd may not see `total` as both an output and a saved input, nor slots: see `matrices`.
+            total, rate, after = _norm_forward(states, delta, weight, eps, out, routes)
+        # Not saved by autograd, which takes a write to one slot for a write to all: see `matrices`.
         ctx.total, ctx.rate, ctx.weight = total.detach(), rate, weight.detach()
         ctx.delta_slot = None if delta is None else delta.detach()
-        ctx.dtype = states.dtype
-        return (None if delta is None else total), out
+        ctx.dtype, ctx.routes = states.dtype, routes
+        return (None if delta is None else after), out
 
     @staticmethod
     def backward(
-        ctx: Any, grad_total: Tensor | None, grad_normal: Tensor | None
+        ctx: Any, grad_after: Tensor | None, grad_normal: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        if grad_normal is None:
-            return grad_total, _like(grad_total, ctx.delta_slot), None, None, None, None
-        if grad_normal.is_cuda:
+        if ctx.total.is_cuda:
             from eagle3_core.training.kernels import norm
 
             grad, grad_weight = norm.backward(
-                grad_total, grad_normal, ctx.total, ctx.rate, ctx.weight, ctx.delta_slot
+                grad_after, grad_normal, ctx.total, ctx.rate, ctx.weight, ctx.delta_slot, ctx.routes
             )
-            delta = ctx.delta_slot
         else:
-            grad, grad_weight = _norm_backward(grad_total, grad_normal, ctx.total, ctx.rate, ctx.weight)
-            delta = _like(grad, ctx.delta_slot)
-        return grad.to(ctx.dtype), delta, grad_weight, None, None, None
-
-
-def _like(gradient: Tensor | None, slot: Tensor | None) -> Tensor | None:
-    return None if gradient is None or slot is None else slot.copy_(gradient)
+            grad, grad_weight = _norm_backward(
+                grad_after, grad_normal, ctx.total, ctx.rate, ctx.weight, ctx.delta_slot, ctx.routes
+            )
+        return grad.to(ctx.dtype), ctx.delta_slot, grad_weight, None, None, None, None
 
 
 def _norm_forward(
-    states: Tensor, delta: Tensor | None, weight: Tensor, eps: float, out: Tensor
-) -> tuple[Tensor, Tensor]:
+    states: Tensor, delta: Tensor | None, weight: Tensor, eps: float, out: Tensor, routes: Routes
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The sum, 1 / rms of its rows, and its rows that go on; the norm goes to `out`."""
     total = states if delta is None else states + delta
     wide = total.float()
-    rate = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    out.copy_(wide * rate * weight)
-    return total, rate.squeeze(-1)
+    rate = torch.rsqrt(wide.square().mean(-1) + eps)
+    normal = wide * rate.unsqueeze(-1) * weight
+    out.copy_(normal if routes.loss is None else normal.index_select(0, routes.loss))
+    return total, rate, total if routes.after is None else total.index_select(0, routes.after)
 
 
 def _norm_backward(
-    grad_total: Tensor | None, grad_normal: Tensor, total: Tensor, rate: Tensor, weight: Tensor
+    grad_after: Tensor | None,
+    grad_normal: Tensor | None,
+    total: Tensor,
+    rate: Tensor,
+    weight: Tensor,
+    grad_delta: Tensor | None,
+    routes: Routes,
 ) -> tuple[Tensor, Tensor]:
-    unit = total.float() * rate.unsqueeze(-1)
-    wide = grad_normal.float()
-    along = wide * weight
-    grad = rate.unsqueeze(-1) * (along - unit * (along * unit).mean(-1, keepdim=True))
-    grad_weight = (wide * unit).sum(0)
-    return grad if grad_total is None else grad.add_(grad_total), grad_weight
+    """Gradients by the states, which are also written to `grad_delta`, and by the weight."""
+    grad = torch.zeros(total.shape, dtype=torch.float32, device=total.device)
+    grad_weight = torch.zeros_like(weight)
+    if grad_normal is not None:
+        wide = grad_normal.float()
+        if routes.loss is not None:
+            wide = torch.zeros_like(grad).index_copy_(0, routes.loss, wide)
+        unit, along = total.float() * rate.unsqueeze(-1), wide * weight
+        grad += rate.unsqueeze(-1) * (along - unit * (along * unit).mean(-1, keepdim=True))
+        grad_weight = (wide * unit).sum(0)
+    if grad_after is not None:
+        if routes.after is None:
+            grad += grad_after
+        else:
+            grad.index_add_(0, routes.after, grad_after)
+    if grad_delta is not None:
+        grad_delta.copy_(grad)
+    return grad, grad_weight
 
 
 def gated(both: Tensor, out: Tensor | None = None) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from eagle3_core.training.first_block import FirstBlock, Hull
+from eagle3_core.training.pointwise import Routes
 from eagle3_core.training.rows import RowPlan
 
 
@@ -22,16 +23,14 @@ class StepIndex:
 
     Attributes:
         rows: [N_k], rows of the pack that are computed.
-        kept: [N_k], where they stand among the previous step's rows; None if nothing was left out.
-        loss: [M_k], where the rows with loss stand in `rows`; None if all have.
+        routes: which rows carry loss, and which the next step computes.
         tokens: [N_k], row + k: the row that read the same token at step 0.
         token_places: [N_k], where `tokens` stand among the rows of step 0.
         first: attention of `rows` over the first block.
     """
 
     rows: Tensor
-    kept: Tensor | None
-    loss: Tensor | None
+    routes: Routes
     tokens: Tensor
     token_places: Tensor
     first: FirstBlock
@@ -68,20 +67,25 @@ def index_rows(plan: RowPlan, device: torch.device) -> RowIndex:
     arrays: list[np.ndarray] = [np.arange(plan.offsets[-1]), np.array(plan.offsets)]
     hulls: list[tuple[int, int]] = []
     first = plan.steps[0].rows
-    for number, step in enumerate(plan.steps):
+    afters = [step.kept for step in plan.steps[1:]] + [np.zeros(0, np.int64)]
+    for number, (step, after) in enumerate(zip(plan.steps, afters, strict=True)):
         tokens = step.rows + number
         places, ends, longest = _hull(step.rows, plan.offsets)
         hulls.append((int(ends[-1]), longest))
-        arrays += [step.rows, step.kept, step.loss, tokens, np.searchsorted(first, tokens), places, ends]
+        arrays += [step.rows, tokens, np.searchsorted(first, tokens), places, ends]
+        arrays += [step.loss, _inverse(step.loss, len(step.rows)), after, _inverse(after, len(step.rows))]
     all_rows, offsets, *tensors = _send(arrays, device)
     lengths = np.diff(plan.offsets)
     max_keys, key_ends = int(lengths.max()), offsets.to(torch.int32)
     with_hull = uses_hull(device)
-    steps, previous = [], len(all_rows)
+    steps = []
     for number, step in enumerate(plan.steps):
         if not len(step.rows):
             break
-        rows, kept, loss, tokens, token_places, places, ends = tensors[7 * number : 7 * number + 7]
+        rows, tokens, token_places, places, ends, *routes = tensors[9 * number : 9 * number + 9]
+        for some in (0, 2):  # all rows in order need no index
+            if len(routes[some]) == len(rows):
+                routes[some] = routes[some + 1] = None
         size, longest = hulls[number]
         hull = Hull(
             None if size == len(rows) else places, size, ends.to(torch.int32), key_ends, longest, max_keys
@@ -89,14 +93,12 @@ def index_rows(plan: RowPlan, device: torch.device) -> RowIndex:
         steps.append(
             StepIndex(
                 rows=rows,
-                kept=None if len(rows) == previous else kept,
-                loss=None if len(loss) == len(rows) else loss,
+                routes=Routes(*routes),
                 tokens=tokens,
                 token_places=token_places,
                 first=FirstBlock(step.runs, hull if with_hull else None),
             )
         )
-        previous = len(rows)
     whole = Hull(None, len(all_rows), key_ends, key_ends, max(2, max_keys), max_keys)
     return RowIndex(
         num_rows=len(all_rows),
@@ -106,6 +108,13 @@ def index_rows(plan: RowPlan, device: torch.device) -> RowIndex:
         first=FirstBlock(plan.all_rows, whole if with_hull else None),
         steps=tuple(steps),
     )
+
+
+def _inverse(chosen: np.ndarray, count: int) -> np.ndarray:
+    """[count], where each row stands among the chosen ones, -1 if it is none of them."""
+    found = np.full(count, -1, np.int64)
+    found[chosen] = np.arange(len(chosen))
+    return found
 
 
 def uses_hull(device: torch.device) -> bool:

@@ -20,7 +20,7 @@ from torch import Tensor
 from eagle3_core.training.heads import Turn
 from eagle3_core.training.layer import DraftLayer
 from eagle3_core.training.matrices import Matrix, cast, linear
-from eagle3_core.training.pointwise import add_norm, rms_norm, take
+from eagle3_core.training.pointwise import Routes, add_norm, rms_norm, take
 from eagle3_core.training.row_index import index_rows
 from eagle3_core.training.rows import RowPlan
 
@@ -85,21 +85,28 @@ def ttt_forward(draft: Any, pack: Pack, dtype: torch.dtype) -> list[Tensor]:
     layers[0].read_tokens(_unit_embeddings(draft, pack.input_ids, dtype))
     cos, sin = _rotary(draft, index.last_position, pack.input_ids.device)
     hidden = fuse_aux_states(draft, pack.aux_states, dtype)
-    norm, feeds_back = draft.norm, bool(draft.config.norm_output)
     outputs = []
     for number, step in enumerate(index.steps):
         positions = pack.positions if number == 0 else pack.positions.index_select(0, step.rows) + number
-        turn = Turn(cos, sin, positions)
-        hidden, delta = take(hidden, step.kept if number else None), None
+        turn, delta = Turn(cos, sin, positions), None
         for layer in layers:
             hidden, delta = layer(number, step, hidden, delta, turn)
-        out_dtype = torch.float32 if feeds_back else dtype
-        hidden, normal = add_norm(hidden, delta, norm.weight, norm.variance_epsilon, out_dtype)
-        if feeds_back:
-            hidden = normal
-        outputs.append(take(normal, step.loss))
+        assert delta is not None
+        hidden, normal = _leave(draft, hidden, delta, step.routes, dtype)
+        outputs.append(normal)
     empty = hidden.new_zeros(0, hidden.shape[1], dtype=dtype)
     return outputs + [empty] * (len(pack.plan.steps) - len(outputs))
+
+
+def _leave(
+    draft: Any, hidden: Tensor, delta: Tensor, routes: Routes, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """What the next step starts from, [L, H] in fp32, and what the LM head reads, [M, H]."""
+    norm = draft.norm
+    if not draft.config.norm_output:
+        return add_norm(hidden, delta, norm.weight, norm.variance_epsilon, dtype, None, routes)
+    _, normal = add_norm(hidden, delta, norm.weight, norm.variance_epsilon, torch.float32)
+    return take(normal, routes.after), take(normal, routes.loss)
 
 
 def fuse_aux_states(draft: Any, aux_states: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -22,6 +22,7 @@ from eagle3_core.training.heads import BlockMemory, Turn
 from eagle3_core.training.loader import build_pack
 from eagle3_core.training.loss import Teacher, chunk_losses, pack_loss, step_weights
 from eagle3_core.training.matrices import product
+from eagle3_core.training.pointwise import Routes
 from eagle3_core.training.row_index import index_rows
 from eagle3_core.training.rows import plan_rows
 from eagle3_core.training.ttt import ttt_forward
@@ -48,41 +49,56 @@ def _poison(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.full(shape, torch.nan, dtype=dtype)
 
 
+def _routes(rows: int, loss: bool, after: bool) -> Routes:
+    """Every second row has a loss, every third goes on, as asked for."""
+    chosen: list[Tensor | None] = []
+    for wanted, stride in ((loss, 2), (after, 3)):
+        index = torch.arange(0, rows, stride)
+        places = torch.full((rows,), -1).index_copy_(0, index, torch.arange(len(index)))
+        chosen += [index, places] if wanted else [None, None]
+    return Routes(*chosen)
+
+
+def _on_gpu(routes: Routes) -> Routes:
+    fields = (routes.loss, routes.loss_at, routes.after, routes.after_at)
+    return Routes(*[None if x is None else x.to(GPU) for x in fields])
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "width"), [(1, 8), (37, 4096), (2100, 576), (5, 7168), (0, 64)])
-@pytest.mark.parametrize("with_delta", [False, True])
-def test_norm(dtype: torch.dtype, rows: int, width: int, with_delta: bool) -> None:
+@pytest.mark.parametrize(
+    ("with_delta", "loss", "after"), [(0, 0, 0), (1, 0, 0), (1, 1, 1), (1, 0, 1), (1, 1, 0)]
+)
+def test_norm(dtype: torch.dtype, rows: int, width: int, with_delta: int, loss: int, after: int) -> None:
     from eagle3_core.training.kernels import norm
 
-    states, grad_total = torch.randn(2, rows, width)
+    routes = _routes(rows, bool(loss), bool(after))
+    states, weight = torch.randn(rows, width), torch.rand(width)
+    num_loss = rows if routes.loss is None else len(routes.loss)
+    num_after = rows if routes.after is None else len(routes.after)
+    grad_after, grad_normal = torch.randn(num_after, width), torch.randn(num_loss, width).to(dtype)
     delta = torch.randn(rows, width).to(dtype) if with_delta else None
-    weight, grad_normal = torch.rand(width), torch.randn(rows, width).to(dtype)
-    out, wanted = _poison(rows, width, dtype=dtype).to(GPU), _poison(rows, width, dtype=dtype)
-    gpu_delta = None if delta is None else delta.to(GPU)
-    total, rate = norm.forward(states.to(GPU), gpu_delta, weight.to(GPU), 1e-5, out)
-    expected, expected_rate = pointwise._norm_forward(states, delta, weight, 1e-5, wanted)
-    for given in (None, grad_total):
-        grad, grad_weight = norm.backward(
-            None if given is None else given.to(GPU),
-            grad_normal.to(GPU),
-            total,
-            rate,
-            weight.to(GPU),
-            gpu_delta,
+    results = []
+    for on_gpu in (False, True):
+        here = _on_gpu(routes) if on_gpu else routes
+        device = GPU if on_gpu else torch.device("cpu")
+        given = None if delta is None else delta.to(device, copy=True)
+        out = _poison(num_loss, width, dtype=dtype).to(device)
+        forward, backward = (
+            (norm.forward, norm.backward) if on_gpu else (pointwise._norm_forward, pointwise._norm_backward)
         )
-        right, right_weight = pointwise._norm_backward(
-            None if given is None else given.clone(), grad_normal, expected, expected_rate, weight
-        )
-        if not rows:
-            assert not grad_weight.any()
-            continue
-        _near(grad, right, torch.float32)
-        _near(grad_weight, right_weight, torch.float32)
-        if gpu_delta is not None:
-            _near(gpu_delta, right, dtype)
-    if rows:
-        _near(total, expected, torch.float32)
-        _near(out, wanted, dtype)
+        total, rate, following = forward(states.to(device), given, weight.to(device), 1e-5, out, here)
+        found = [out, total.clone(), following.clone()]
+        for a, n in ((None, grad_normal), (grad_after, grad_normal), (grad_after, None)):
+            a, n = (None if x is None else x.to(device) for x in (a, n))
+            grads = backward(a, n, total, rate, weight.to(device), given, here)
+            found += [*grads, *([] if given is None else [given.clone()])]
+        results.append(found)
+    for wanted, found in zip(*results, strict=True):
+        if wanted.numel() and wanted.any():
+            _near(found, wanted, wanted.dtype)
+        else:
+            assert not found.any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
