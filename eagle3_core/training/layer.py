@@ -25,7 +25,7 @@ from eagle3_core.training.heads import (
     with_tokens,
 )
 from eagle3_core.training.matrices import Matrix, cast, cast_halves, linear
-from eagle3_core.training.pointwise import add_norm, gated, rms_norm, take
+from eagle3_core.training.pointwise import add_norm, carried_norm, gated, rms_norm, take
 from eagle3_core.training.row_index import RowIndex, StepIndex
 
 
@@ -129,7 +129,7 @@ class DraftLayer:
             return add_norm(hidden, delta, norm.weight, norm.variance_epsilon, self.dtype, slot)
         norm = layer.hidden_norm
         if not layer.norm_before_residual:
-            return hidden, rms_norm(hidden, norm.weight, norm.variance_epsilon, self.dtype, slot)
+            return carried_norm(hidden, norm.weight, norm.variance_epsilon, self.dtype, slot)
         hidden = rms_norm(hidden, norm.weight, norm.variance_epsilon, torch.float32)
         return hidden, hidden.to(self.dtype)
 

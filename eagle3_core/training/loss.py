@@ -30,8 +30,6 @@ CHUNK_ELEMENTS = 1 << 20
 """Logits of a chunk on the CPU: few enough for its caches."""
 CHUNK_BYTES = 1 << 29
 """The draft's logits of a chunk on a GPU: enough rows for products at full speed."""
-EAGER_BYTES = 24
-"""Per logit of losses without a kernel: some fp32 copies."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +119,7 @@ class _ChunkedLoss(torch.autograd.Function):
         needs_head = ctx.needs_input_grad[1]
         needs_gradient = needs_head or any(ctx.needs_input_grad[6:])
         compute, device = head.to(teacher.head.dtype), head.device
-        rows = chunk_rows(plan, _max_rows(kind, compute))
+        rows = chunk_rows(plan, _max_rows(compute))
         order, inverse, label, step = _on(device, rows)
         factors = torch.tensor(weights, dtype=torch.float32).to(device, non_blocking=True)
         states = torch.cat([part.to(compute.dtype) for part in hidden]).index_select(0, order)
@@ -173,11 +171,11 @@ def chunk_losses(
     Returns:
         [m] fp32, [m] int64, and [m, D] in the dtype of the logits.
     """
-    if logits.is_cuda and kind.kind == "kl":
-        from eagle3_core.training.kernels import divergence
+    if logits.is_cuda:
+        from eagle3_core.training.kernels import rows_loss
 
-        sums = divergence.teacher_sums(wanted)
-        losses, choices = divergence.kl_rows(logits, wanted, sums, label, weight, with_gradient)
+        sums = rows_loss.teacher_sums(wanted)
+        losses, choices = rows_loss.losses_of_rows(kind, logits, wanted, sums, label, weight, with_gradient)
         return losses, choices, logits if with_gradient else None
     choices = logits.argmax(-1)
     log_target = torch.log_softmax(wanted.float(), dim=-1)
@@ -188,12 +186,11 @@ def chunk_losses(
     return losses, choices, None if grad is None else grad.mul_(weight.unsqueeze(-1)).to(logits.dtype)
 
 
-def _max_rows(kind: LossConfig, head: Tensor) -> int:
+def _max_rows(head: Tensor) -> int:
     """Rows of a chunk."""
-    if not head.is_cuda:
-        return CHUNK_ELEMENTS // len(head)
-    size = head.element_size() if kind.kind == "kl" else EAGER_BYTES
-    return CHUNK_BYTES // (size * len(head))
+    if head.is_cuda:
+        return CHUNK_BYTES // (head.element_size() * len(head))
+    return CHUNK_ELEMENTS // len(head)
 
 
 def _on(device: torch.device, rows: LossRows) -> Sequence[Tensor]:

@@ -44,7 +44,15 @@ def rms_norm(
         dtype: of the result.
         out: where to write it.
     """
-    return _AddNorm.apply(states, None, weight, eps, dtype, out, EVERYWHERE)[1]
+    return carried_norm(states, weight, eps, dtype, out)[1]
+
+
+def carried_norm(
+    states: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The states and their norm, as in `rms_norm`; going on with the states returned sums gradients once."""
+    same, normal = _AddNorm.apply(states, None, weight, eps, dtype, out, EVERYWHERE)
+    return same, normal
 
 
 def add_norm(
@@ -82,7 +90,7 @@ class _AddNorm(torch.autograd.Function):
         dtype: torch.dtype,
         out: Tensor | None,
         routes: Routes,
-    ) -> tuple[Tensor | None, Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         if out is None:
             rows = len(states) if routes.loss is None else len(routes.loss)
@@ -97,7 +105,7 @@ class _AddNorm(torch.autograd.Function):
         ctx.total, ctx.rate, ctx.weight = total.detach(), rate, weight.detach()
         ctx.delta_slot = None if delta is None else delta.detach()
         ctx.dtype, ctx.routes = states.dtype, routes
-        return (None if delta is None else after), out
+        return (states.view_as(states) if delta is None else after), out
 
     @staticmethod
     def backward(
