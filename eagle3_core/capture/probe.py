@@ -56,6 +56,7 @@ logger = logging.getLogger(__name__)
 
 SHARDS_PER_SESSION = 4
 MAX_LISTED = 3
+MEASURE_THREADS = 4
 SCRATCH = MINIATURE, LAYERS, REQUESTS = ("miniature", "layers", "requests")
 """Folders that a probe makes and removes."""
 
@@ -185,7 +186,10 @@ def capture_miniature(
 
 
 class Measure:
-    """transformers' own hidden states of a miniature, in fp32 on the CPU.
+    """transformers' own hidden states of a miniature, in fp32 on the CPU, with few threads.
+
+    The matrices of a miniature are too small for many threads, which also wait for one another where engines
+    share the cores. The process keeps that number.
 
     The last entry of `hidden_states` is after the final norm: the state before it is what the norm reads.
     """
@@ -193,6 +197,7 @@ class Measure:
     def __init__(self, miniature: Miniature, num_layers: int) -> None:
         from transformers import AutoModelForCausalLM
 
+        torch.set_num_threads(min(MEASURE_THREADS, torch.get_num_threads()))
         self._num_layers = num_layers
         self._model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             miniature.text_folder, dtype=torch.float32

@@ -34,9 +34,9 @@ from eagle3_core.host.process import run_step
 TIMEOUT_SECONDS = {"cpu": 240.0, "cuda": 300.0}
 """For each architecture, by device: a CPU may have other work, and a fresh machine reads an engine's CUDA
 build from a cold disk, twice."""
-PROCESSES = {"cpu": 1, "cuda": 2}
-"""At once, by device: two miniatures share a GPU. An engine may then misjudge its memory when the other ends:
-what failed in company is asked again alone."""
+GPU_PROCESSES = {"vllm": 2, "sglang": 1, "reference": 2}
+"""At once on a GPU, by engine; on a CPU one. Two of vLLM share a GPU, and one may misjudge its memory when
+the other ends: what failed in company is asked again alone. SGLang takes no memory where others hold much."""
 
 
 OnResult = Callable[[str, ProbeResult], None]
@@ -70,7 +70,7 @@ def probe_all(
             on_result(name, result)
         return result
 
-    num_processes = PROCESSES[config.engine.device]
+    num_processes = GPU_PROCESSES[config.capture.engine] if config.engine.device == "cuda" else 1
     with ThreadPoolExecutor(num_processes) as pool:
         results = dict(zip(names, pool.map(probe, names), strict=True))
     if num_processes > 1:

@@ -26,7 +26,8 @@ PROBE_VERSION = 1
 PROBE_TIMEOUT_SECONDS = 300.0
 ARCHITECTURES = Path(__file__).parent / "architectures"
 MAX_TENSOR_PARALLEL = 8
-GPU_MEMORY_UTILIZATION = 0.2
+GPU_MEMORY_UTILIZATION = {"vllm": 0.2, "sglang": 0.5, "reference": 0.2}
+"""By engine. SGLang counts what others hold as part of its own share."""
 MAX_BATCHED_TOKENS = 96
 """Of one engine step: less than the longest requests, so that prompts come in parts."""
 WHOLE_BATCHED_TOKENS = 192
@@ -62,7 +63,7 @@ def architecture_run(
             "engine": {
                 "python": python,
                 "device": device,
-                "gpu_memory_utilization": GPU_MEMORY_UTILIZATION,
+                "gpu_memory_utilization": GPU_MEMORY_UTILIZATION[engine],
                 "enforce_eager": True,
             },
         }
@@ -115,7 +116,8 @@ def probe_config(config: RunConfig, folder: str, small: dict[str, Any]) -> RunCo
                     "kv_cache_gib": 1.0,
                     "tensor_parallel_size": tensor_parallel_size(config),
                     "gpu_memory_utilization": min(
-                        GPU_MEMORY_UTILIZATION, config.engine.gpu_memory_utilization
+                        GPU_MEMORY_UTILIZATION[config.capture.engine],
+                        config.engine.gpu_memory_utilization,
                     ),
                 }
             ),

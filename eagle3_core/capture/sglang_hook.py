@@ -163,13 +163,15 @@ def make_batch_hook(config: dict[str, Any]) -> Hook | None:
 
     def read(collector: StatesCollector, _: torch.nn.Module, inputs: tuple[Any, ...], __: Any) -> None:
         batches = [argument for argument in inputs if hasattr(argument, "forward_mode")]
-        if len(batches) != 1 or not isinstance(inputs[0], torch.Tensor):
+        # A multimodal wrapper embeds the ids itself and passes none on; the batch keeps them.
+        ids = batches[0].input_ids if len(batches) == 1 and inputs[0] is None else inputs[0]
+        if len(batches) != 1 or not isinstance(ids, torch.Tensor):
             raise CaptureError(
                 f"SGLang calls its logits processor with {_describe(inputs)}",
-                expected="the ids first and one batch",
+                expected="the ids first, or none, and one batch that has them",
                 remedy="this SGLang release is not supported",
             )
-        collector.end_batch(inputs[0], batches[0])
+        collector.end_batch(ids, batches[0])
 
     return _guarded(config, read)
 

@@ -91,7 +91,7 @@ class StatesWorker:
         self._stream.wait_event(self._before_step)
         with torch.cuda.stream(self._stream):
             self._fill(place, torch.tensor(request.block_ids, pin_memory=True), num_tokens)
-            return self._stream.record_event()
+            return self._stream.record_event(torch.cuda.Event(blocking=True))
 
     def _fill(self, place: CapturedSample, blocks: torch.Tensor, num_tokens: int) -> None:
         """Copy the rows of a sample out of its blocks; on a GPU the copies are only begun."""

@@ -30,13 +30,13 @@ class Session:
     job: CaptureJob
 
     @classmethod
-    def make(cls, root: Path, target: Path, samples: Sequence[Sample], **sections: Any) -> Session:
+    def make(cls, root: Path, folder: Path, samples: Sequence[Sample], **sections: Any) -> Session:
         """A session over `samples`; `sections` override the run's configuration."""
         capture = {"engine": "sglang", "shard_bytes": 256 << 10, "max_batched_tokens": 64}
         sections["capture"] = capture | sections.get("capture", {})
-        spec = capture_spec(root, target, samples, **sections)
+        spec = capture_spec(root, folder, samples, **sections)
         dataset = LocalStore(spec.config.store_path).folder(spec.inputs["dataset"])
-        info, stored = inspect_target(target), read_dataset(dataset)
+        info, stored = inspect_target(folder), read_dataset(dataset)
         layout = capture_layout(spec.config, info)
         (root / "session").mkdir()
         job = CaptureJob(

@@ -67,7 +67,7 @@ class Inner(torch.nn.Module):
 
 
 class LogitsProcessor(torch.nn.Module):
-    def forward(self, input_ids: torch.Tensor, hidden: torch.Tensor, head: None, batch: Any) -> None:
+    def forward(self, input_ids: torch.Tensor | None, hidden: torch.Tensor, head: None, batch: Any) -> None:
         assert isinstance(hidden, torch.Tensor)
 
 
@@ -78,11 +78,12 @@ class Model(torch.nn.Module):
         super().__init__()
         self.model = Inner()
         self.logits_processor = LogitsProcessor()
+        self.embeds_itself = False
 
     def run(self, ids: list[int], batch: Any) -> None:
-        tokens = torch.tensor(ids, device=DEVICE)
+        batch.input_ids = tokens = torch.tensor(ids, device=DEVICE)
         embedded = tokens.float()[:, None].expand(-1, HIDDEN).clone()
-        self.logits_processor(tokens, self.model(embedded), None, batch)
+        self.logits_processor(None if self.embeds_itself else tokens, self.model(embedded), None, batch)
 
 
 def batch(rids: list[str], lengths: list[int], offsets: list[int], mode: str = "extend") -> Any:
@@ -138,9 +139,10 @@ class Capture:
         return json.loads(self.wait(FAILURE_NAME).read_text())["found"]
 
 
-@pytest.mark.parametrize("variant", ["layers", "model"])
-def test_rows_of_mixed_batches_reach_their_samples(tmp_path: Path, variant: Variant) -> None:
+@pytest.mark.parametrize(("variant", "wrapped"), [("layers", False), ("model", False), ("layers", True)])
+def test_rows_of_mixed_batches_reach_their_samples(tmp_path: Path, variant: Variant, wrapped: bool) -> None:
     capture = Capture(tmp_path, variant)
+    capture.model.embeds_itself = wrapped  # a multimodal wrapper passes embeddings on, and no ids
     capture.check()
     if variant == "model":
         assert not (capture.folder / READY_NAME).exists()
