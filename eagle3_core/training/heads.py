@@ -73,33 +73,34 @@ class TokenPart:
         return self.sums.total
 
 
-def token_part(units: Tensor, weight: Tensor, matrix: Matrix) -> TokenPart:
+def token_part(units: Tensor, weight: Tensor, matrix: Matrix, rows: slice) -> TokenPart:
     """Project normalised embeddings.
 
     Args:
         units: [S, H], embeddings with a mean square of 1, in the compute dtype.
-        weight: [O, H] with the norm's weights in it, from `matrices.cast_halves`.
+        weight: [all O, H] with the norm's weights in it, from `matrices.cast_halves`.
         matrix: of the weight.
+        rows: those of the weight that are used.
     """
     sums = Sums()
-    return TokenPart(_Shared.apply(units, weight, matrix, sums), sums)
+    return TokenPart(_Shared.apply(units, weight, matrix, rows, sums), sums)
 
 
 class _Shared(torch.autograd.Function):
     """A product whose gradient is gathered by its users in `sums`, not handed through autograd."""
 
     @staticmethod
-    def forward(ctx: Any, units: Tensor, weight: Tensor, matrix: Matrix, sums: Sums) -> Tensor:
+    def forward(ctx: Any, units: Tensor, weight: Tensor, matrix: Matrix, rows: slice, sums: Sums) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.units, ctx.matrix, ctx.sums = units, matrix, sums
-        return units @ weight.T
+        ctx.units, ctx.matrix, ctx.rows, ctx.sums = units, matrix, rows, sums
+        return units @ weight[rows].T
 
     @staticmethod
     def backward(ctx: Any, _: None) -> tuple[None, ...]:
         if ctx.sums.total is not None:
-            ctx.matrix.record(ctx.units, ctx.sums.total.to(ctx.units.dtype))
+            ctx.matrix.record(ctx.units, ctx.sums.total.to(ctx.units.dtype), ctx.rows)
             ctx.sums.total = None
-        return None, None, None, None
+        return None, None, None, None, None
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from eagle3_core.training.heads import (
     token_part,
     with_tokens,
 )
-from eagle3_core.training.matrices import Matrix, cast, cast_halves, linear
+from eagle3_core.training.matrices import Matrix, cast, cast_halves, linear, project
 from eagle3_core.training.pointwise import add_norm, carried_norm, gated, rms_norm, take
 from eagle3_core.training.row_index import RowIndex, StepIndex
 
@@ -56,29 +56,27 @@ class DraftLayer:
         heads = len(attention.k_proj.weight) // self.depth
         self.memory = BlockMemory(num_steps, index.num_rows, heads, self.depth, dtype, device)
         later = sum(len(step.rows) for step in index.steps[1:])
-        start = index.num_rows if self.queries is None else len(self.queries)
-        rows, key_rows = (start + later, index.num_rows + later) if torch.is_grad_enabled() else (0, 0)
+        rows = later + (index.num_rows if self.queries is None else len(self.queries))
+        grads = torch.is_grad_enabled()
 
         def matrix(weights: list[Tensor], rows: int, in_rows: int, width: int | None = None) -> Matrix:
             shape = (sum(len(weight) for weight in weights), width or weights[0].shape[1])
-            return Matrix(shape, rows, dtype, device, in_rows)
+            return Matrix(shape, rows * grads, dtype, device, in_rows * grads)
 
         queries, keys = [attention.q_proj.weight], [attention.k_proj.weight, attention.v_proj.weight]
-        hidden = len(attention.o_proj.weight)
-        self.query_matrix = matrix(queries, rows, 0, hidden)
-        self.key_matrix = matrix(keys, key_rows, key_rows, hidden)
+        self.split, hidden = len(queries[0]), len(attention.o_proj.weight)
+        whole = later if self.queries is not None else rows
+        self.in_matrix = matrix(queries + keys, whole, index.num_rows + later, hidden)
         self.out_matrix = matrix([attention.o_proj.weight], rows, rows)
         self.up_matrix = matrix([mlp.gate_proj.weight, mlp.up_proj.weight], rows, rows)
         self.down_matrix = matrix([mlp.down_proj.weight], rows, rows)
         if self.is_first:
-            norm = layer.input_layernorm.weight
-            self._halves = matrix(queries, 0, 0, hidden), matrix(keys, 0, 0, hidden)
-            left, self.query_weight = cast_halves(self._halves[0], self.query_matrix, dtype, norm, *queries)
-            right, self.key_weight = cast_halves(self._halves[1], self.key_matrix, dtype, norm, *keys)
-            self._token_weights = left, right
+            self._token_matrix = matrix(queries + keys, 0, 0, hidden)
+            self._token_weight, self.in_weight = cast_halves(
+                self._token_matrix, self.in_matrix, dtype, layer.input_layernorm.weight, *queries, *keys
+            )
         else:
-            self.query_weight = cast(self.query_matrix, dtype, *queries)
-            self.key_weight = cast(self.key_matrix, dtype, *keys)
+            self.in_weight = cast(self.in_matrix, dtype, *queries, *keys)
         self.out_weight = cast(self.out_matrix, dtype, attention.o_proj.weight)
         self.up_weight = cast(self.up_matrix, dtype, mlp.gate_proj.weight, mlp.up_proj.weight)
         self.down_weight = cast(self.down_matrix, dtype, mlp.down_proj.weight)
@@ -86,9 +84,10 @@ class DraftLayer:
     def read_tokens(self, units: Tensor) -> None:
         """Project the embeddings of all steps: [R, H], normalised to a mean square of 1."""
         wanted = units if self.queries is None else units.index_select(0, self.queries)
+        weight, matrix, split = self._token_weight, self._token_matrix, self.split
         self.tokens = (
-            token_part(wanted, self._token_weights[0], self._halves[0]),
-            token_part(units, self._token_weights[1], self._halves[1]),
+            token_part(wanted, weight, matrix, slice(0, split)),
+            token_part(units, weight, matrix, slice(split, len(weight))),
         )
 
     def __call__(
@@ -122,7 +121,7 @@ class DraftLayer:
     def _enter(self, hidden: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
         """The residual stream, and its norm in the compute dtype."""
         layer = self.layer
-        slot = self.key_matrix.inputs.take(len(hidden))
+        slot = self.in_matrix.inputs.take(len(hidden))
         if not self.is_first:
             assert delta is not None
             norm = layer.input_layernorm
@@ -138,8 +137,7 @@ class DraftLayer:
     ) -> Tensor:
         """[N, h * d], attention of the step's rows; its keys and values are kept."""
         attention, depth = self.layer.self_attn, self.depth
-        flat = linear(take(normal, queries), self.query_weight, self.query_matrix)
-        both = linear(normal, self.key_weight, self.key_matrix)
+        flat, both = project(normal, queries, self.in_weight, self.in_matrix, self.split)
         query_part, key_part = self.tokens or (None, None)
         key_rows = self.index.all_rows if number == 0 else step.tokens
         query_rows = key_rows if self.queries is None else step.token_places

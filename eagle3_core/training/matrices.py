@@ -68,18 +68,27 @@ class Matrix:
         self.inputs = Slots(rows if in_rows is None else in_rows, shape[1], dtype, device)
         self.outputs = Slots(rows, shape[0], dtype, device)
         self._parts: list[tuple[Tensor, Tensor]] = []
+        self._partial: list[tuple[slice, Tensor, Tensor]] = []
 
-    def record(self, inputs: Tensor, gradient: Tensor) -> None:
-        """Remember a product's input and the gradient by its output."""
-        if len(inputs):
+    def record(self, inputs: Tensor, gradient: Tensor, rows: slice | None = None) -> None:
+        """Remember a product's input and the gradient by its output, or by the output of some weight rows."""
+        if not len(inputs):
+            return
+        if rows is None:
             self._parts.append((inputs, gradient))
+        else:
+            self._partial.append((rows, inputs, gradient))
 
     def gradient(self) -> Tensor | None:
         """[O, I] in fp32, the sum over all products; None if there were none."""
         total: Tensor | None = None
         for inputs, gradient in _joined(self._parts):
             total = product(gradient, inputs, total)
-        self._parts = []
+        for rows, inputs, gradient in self._partial:
+            if total is None:
+                total = torch.zeros(self.shape, dtype=torch.float32, device=inputs.device)
+            total[rows] = product(gradient, inputs, total[rows])
+        self._parts, self._partial = [], []
         return total
 
 
@@ -111,6 +120,52 @@ class _Linear(torch.autograd.Function):
         ctx.matrix.record(ctx.inputs, gradient)
         wanted = ctx.needs_input_grad[0]
         return torch.mm(gradient, ctx.weight) if wanted else None, None, None
+
+
+def project(
+    inputs: Tensor, queries: Tensor | None, weight: Tensor, matrix: Matrix, split: int
+) -> tuple[Tensor, Tensor]:
+    """Projections of queries, [N, split], beside those of keys and values, [C, O - split].
+
+    Args:
+        inputs: [C, I] in the compute dtype, best in a slot of `matrix.inputs`.
+        queries: [N], rows whose queries are wanted; None for all, in one product.
+        weight: [O, I], that of the queries above that of keys and values; its gradient goes to `matrix`.
+        matrix: of the weight.
+        split: rows of the queries' weight.
+    """
+    first, second = _Project.apply(inputs, queries, weight, matrix, split)
+    return first, second
+
+
+class _Project(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, inputs: Tensor, queries: Tensor | None, weight: Tensor, matrix: Matrix, split: int
+    ) -> tuple[Tensor, Tensor]:
+        ctx.inputs, ctx.queries, ctx.weight = inputs.detach(), queries, weight.detach()
+        ctx.matrix, ctx.split = matrix, split
+        if queries is not None:
+            ctx.chosen = inputs.index_select(0, queries)
+            return ctx.chosen @ weight[:split].T, inputs @ weight[split:].T
+        slot = matrix.outputs.take(len(inputs))
+        torch.mm(inputs, weight.T, out=slot)
+        ctx.slot = slot.detach()
+        return slot[:, :split], slot[:, split:]
+
+    @staticmethod
+    def backward(ctx: Any, first: Tensor, second: Tensor) -> tuple[Tensor | None, ...]:
+        weight, matrix, split = ctx.weight, ctx.matrix, ctx.split
+        if ctx.queries is None:
+            settled(first, ctx.slot[:, :split])
+            settled(second, ctx.slot[:, split:])
+            matrix.record(ctx.inputs, ctx.slot)
+            grad = ctx.slot @ weight
+        else:
+            matrix.record(ctx.chosen, first, slice(0, split))
+            matrix.record(ctx.inputs, second, slice(split, len(weight)))
+            grad = (second @ weight[split:]).index_add_(0, ctx.queries, first @ weight[:split])
+        return grad, None, None, None, None
 
 
 def settled(tensor: Tensor, slot: Tensor) -> Tensor:
