@@ -8,8 +8,9 @@ who makes an input or a gradient writes it where the last product will read it. 
 or, for inputs, multiplied on its own; the result is the same.
 
 The output of a product and the gradient by it share a slot: once the gradient is known, the output is not
-needed any more. Tensors in slots are kept as attributes of the autograd context, because torch's check of
-saved tensors takes a write to one slot for a write to all.
+needed any more. So operations that take a product may not save it for their own backward pass, and tensors in
+slots are kept as attributes of the autograd context: torch's check of saved tensors takes a write to one slot
+for a write to all.
 """
 
 from __future__ import annotations
