@@ -11,7 +11,7 @@ from torch import Tensor
 
 from eagle3_core.store.shards import CapturedSample
 from eagle3_core.target.info import TargetInfo
-from eagle3_core.training.draft import build_draft, teacher_of, trained_parameters
+from eagle3_core.training.draft import build_draft, draft_config, teacher_of, trained_parameters
 from eagle3_core.training.loader import build_pack
 from eagle3_core.training.loss import LossParts, pack_loss, step_weights
 from eagle3_core.training.ttt import ttt_forward
@@ -84,6 +84,40 @@ def test_loss_and_gradients_equal_speculators_on_a_pack(tiny_target: TargetInfo,
     for name, wanted in expected_gradients.items():
         assert wanted.norm() > 0, name
         assert (found_gradients[name] - wanted).norm() / wanted.norm() < TOLERANCE, name
+
+
+@pytest.mark.parametrize(("kind", "window"), [("qwen3", None), ("llama", 3), ("qwen3", 5)])
+def test_qwen3_blocks_and_sliding_windows_equal_those_of_speculators(
+    tiny_target: TargetInfo, kind: str, window: int | None
+) -> None:
+    draft, samples = _block_draft(tiny_target, kind, window), _samples(tiny_target, LATE_MASKS)
+    expected = speculators_forward(draft, samples, STEPS, DECAY)
+    wanted = _gradients(draft, expected)
+    found = _ours(draft, samples).loss
+    assert found.item() == pytest.approx(expected.item(), rel=TOLERANCE)
+    for name, gradient in _gradients(draft, found).items():
+        assert (gradient - wanted[name]).norm() / wanted[name].norm() < TOLERANCE, name
+
+
+def _block_draft(target: TargetInfo, kind: str, window: int | None) -> Any:
+    from speculators.models.eagle3 import Eagle3DraftModel
+    from transformers import LlamaConfig, Qwen3Config
+
+    config = draft_config(make_config(), target)
+    layer = config.transformer_layer_config.to_dict()
+    for name in ("model_type", "architectures", "transformers_version"):
+        layer.pop(name, None)
+    kinds = {"layer_types": ["full_attention" if window is None else "sliding_attention"]}
+    made = (Qwen3Config if kind == "qwen3" else LlamaConfig)(**layer | kinds | {"sliding_window": window})
+    made.sliding_window, made._attn_implementation = window, "eager"
+    config.transformer_layer_config = made
+    draft = Eagle3DraftModel(config)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            base = 1.0 if parameter.ndim == 1 else 0.0
+            parameter.copy_(base + 0.1 * torch.randn(parameter.shape, generator=generator))
+    return draft
 
 
 def test_a_document_that_starts_with_loss_is_kept_apart_from_its_neighbours(tiny_target: TargetInfo) -> None:
