@@ -1,6 +1,6 @@
 """Runs each Triton kernel of the training step in Triton's interpreter against its eager twin.
 
-A program of its own: `TRITON_INTERPRET=1 python -m tests.training.interpreted_kernels`, because the variable is
+A program of its own: `TRITON_INTERPRET=1 python -m tests.training.interpreted_kernels`, as the variable is
 read when kernels are defined. Outputs are poisoned with NaN first. Sizes are odd on purpose: no power of two,
 grouped heads of three, rows that go nowhere. The interpreter cuts bf16 off where a GPU rounds.
 """
