@@ -47,9 +47,10 @@ class StepRates:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What one look at the held-out split found."""
+    """What one look at the held-out split found; `loss_by_step` is S_k / n_k of all steps unrolled."""
 
     loss: float
+    loss_by_step: list[float]
     heldout: AcceptanceFigures
     benchmark: AcceptanceFigures
     rates: StepRates
@@ -114,6 +115,7 @@ class HeldoutEvaluator:
         chosen = [answers[key].passes(limit) for key in self._benchmark_keys]
         return Evaluation(
             loss=tally.loss(self._config.train.ttt_steps, self._config.train.step_loss_decay),
+            loss_by_step=(tally.sums / np.maximum(1, tally.rows)).tolist(),
             heldout=replay_figures(whole, depth),
             benchmark=replay_figures(chosen, depth),
             rates=tally.rates(),
