@@ -24,7 +24,7 @@ STEP_VERSION: dict[ArtifactKind, int] = {
     "vocabulary": 1,
     "capture": 2,
     "verification": 3,
-    "checkpoint": 1,
+    "checkpoint": 2,
     "export": 1,
     "benchmark": 1,
 }

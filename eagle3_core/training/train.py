@@ -32,6 +32,7 @@ from eagle3_core.training.evaluate import Evaluation, HeldoutEvaluator, steps_to
 from eagle3_core.training.loader import PackReader, SampleIndex, index_samples
 from eagle3_core.training.loop import Outcome, Trainer
 from eagle3_core.training.metrics_log import MetricsLog
+from eagle3_core.training.tensorboard import EventFiles, event_files
 
 if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel
@@ -69,8 +70,9 @@ def run(spec: StepSpec, progress: Progress) -> TrainResult:
     with store.writer(spec.outputs["checkpoint"], spec.run_id) as writer:
         if writer.is_complete:
             return TrainResult.model_validate(writer.facts["result"])
-        resume = ResumeFolder(writer.folder, spec.outputs["checkpoint"], writer.save_progress)
-        metrics = MetricsLog(writer.folder)
+        keep_last = spec.config.train.keep_last
+        resume = ResumeFolder(writer.folder, spec.outputs["checkpoint"], writer.save_progress, keep_last)
+        metrics = MetricsLog(writer.folder, _event_files(spec))
         reader = PackReader(source, index.splits["train"], spec.config.train.ttt_steps)
         draft = build_draft(spec.config, target, vocabulary)
         first = reader.pack(_first_samples(reader))
@@ -95,9 +97,9 @@ def run(spec: StepSpec, progress: Progress) -> TrainResult:
         )
         outcome = trainer.run()
         metrics.close()
-        result = _result(draft, outcome, index)
+        result = _result(draft, spec.config, outcome, index)
         _complete(writer, draft, result, time.monotonic() - started)
-        resume.remove()
+        resume.remove(keep=[one.file for one in result.kept])
     return result
 
 
@@ -193,16 +195,34 @@ def _evaluation(
     return evaluate
 
 
-def _result(draft: Eagle3DraftModel, outcome: Outcome, index: SampleIndex) -> TrainResult:
+def _event_files(spec: StepSpec) -> EventFiles | None:
+    """TensorBoard's files in the run's folder, if the run has one."""
+    run_folder = spec.config.workspace_path / "runs" / spec.run_id
+    if not spec.config.train.tensorboard or not run_folder.is_dir():
+        return None
+    return event_files(run_folder / "tensorboard")
+
+
+def _result(draft: Eagle3DraftModel, config: RunConfig, outcome: Outcome, index: SampleIndex) -> TrainResult:
+    history, meter = outcome.history, outcome.meter
     return TrainResult(
         num_steps=outcome.num_steps,
         num_parameters=sum(parameter.numel() for parameter in trained_parameters(draft).values()),
         resumed_from_step=outcome.resumed_from_step,
-        tokens_per_second=outcome.tokens_per_second,
-        epochs=outcome.epochs,
-        best_epoch=outcome.best_epoch,
-        replay=outcome.benchmark,
+        tokens_per_second=meter.tokens_per_second,
+        epochs=[look for look in history.looks if look.is_epoch_end],
+        best_epoch=history.looks[history.best].epoch,
+        replay=history.benchmarks[history.best],
         num_skipped_samples=len(index.skipped),
+        evaluations=history.looks,
+        kept=history.kept(config.train.keep_best, WEIGHTS_FILE),
+        early_stop=history.early_stop(config.train),
+        num_empty_packs=history.num_empty_packs,
+        num_skipped_steps=history.recent.num_skipped,
+        num_spikes=history.recent.num_spikes,
+        data_wait_share=meter.data_wait_share,
+        mfu=meter.mfu,
+        peak_memory_bytes=meter.peak_memory_bytes,
     )
 
 
@@ -213,8 +233,9 @@ def _complete(writer: ArtifactWriter, draft: Eagle3DraftModel, result: TrainResu
     make_room(writer.folder, len(content), weights.name)
     write_atomic(weights, content)
     write_atomic(config, json.dumps(draft.config.to_dict(), indent=1, default=str))
+    others = [writer.folder / one.file for one in result.kept[1:]]
     writer.complete(
-        [weights, config, writer.folder / METRICS_FILE],
+        [weights, config, writer.folder / METRICS_FILE, *others],
         seconds=seconds,
         result=result.model_dump(mode="json"),
     )

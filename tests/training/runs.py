@@ -1,0 +1,77 @@
+"""Runs the step `train` on a tiny target, in this process or in one that is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from eagle3_core.config import PROJECT_ROOT
+from eagle3_core.contracts import StepSpec
+from eagle3_core.store.dataset import Sample
+from eagle3_core.store.local import LocalStore
+from eagle3_core.target.info import TargetInfo
+from tests.training.examples import make_config, make_samples, write_inputs
+
+SAVE_ALWAYS = 1e-6
+"""Seconds between checkpoints: one as soon as the one before is written."""
+KILLED = """
+import os, signal, sys, time
+from pathlib import Path
+from eagle3_core.contracts import StepSpec
+from eagle3_core.training import train
+spec, step = StepSpec.model_validate_json(Path(sys.argv[1]).read_text()), int(sys.argv[2])
+pointer = Path(sys.argv[3]) / "resume.json"
+def progress(done, *rest, **more):
+    deadline = time.monotonic() + 60
+    while done > 1 and not pointer.is_file() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if done == step:
+        os.kill(os.getpid(), signal.SIGKILL)
+train.run(spec, progress)
+"""
+
+
+class Quiet:
+    """A progress that remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.steps: list[float] = []
+        self.figures: dict[str, float] = {}
+
+    def __call__(self, done: float, total: float | None, unit: str, message: str = "", **more: Any) -> None:
+        self.steps.append(done)
+        self.figures = more
+
+
+def spec_of(root: Path, target: TargetInfo, samples: list[Sample] | None = None, **sections: Any) -> StepSpec:
+    """A spec with its inputs written below `root`; `sections` are merged over the configuration."""
+    return write_inputs(root, make_config(target.path, **sections), target, samples or make_samples(target))
+
+
+def folder_of(spec: StepSpec) -> Path:
+    """The checkpoint's folder."""
+    return LocalStore(spec.config.store_path).folder(spec.outputs["checkpoint"].ref)
+
+
+def records_of(spec: StepSpec, kind: str) -> list[dict[str, Any]]:
+    """Records of one type in the metrics."""
+    lines = (folder_of(spec) / "metrics.jsonl").read_text().splitlines()
+    return [record for line in lines if (record := json.loads(line))["type"] == kind]
+
+
+def run_killed(spec: StepSpec, step: int, root: Path) -> None:
+    """Train in another process that is killed when it reports this step; a checkpoint is there by then."""
+    (root / "spec.json").write_text(spec.model_dump_json())
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED, str(root / "spec.json"), str(step), str(folder_of(spec))],
+        cwd=PROJECT_ROOT,
+        env=os.environ | {"PYTHONPATH": str(PROJECT_ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()[-2000:]
+    assert (folder_of(spec) / "resume.json").is_file()
