@@ -209,7 +209,7 @@ class Trainer:
         hidden = ttt_forward(self.draft, pack, self.teacher.head.dtype)
         weights = step_weights(pack.plan.counts, train.step_loss_decay)
         head = self.draft.lm_head.weight if self.config.draft.train_lm_head else self.teacher.head
-        return pack_loss(hidden, head, pack.final_states, self.teacher, pack.plan, weights)
+        return pack_loss(hidden, head, pack.final_states, self.teacher, pack.plan, weights, train.loss)
 
     def _is_taken(self, values: _StepValues, pack: Pack) -> bool:
         """Whether the step is sound enough to be taken; says so where it is odd.
