@@ -25,6 +25,9 @@ class BackgroundSaver:
 
     Args:
         folder: where checkpoints go.
+
+    Attributes:
+        blocked_seconds: time that `save` has taken, waiting for the checkpoint before included.
     """
 
     def __init__(self, folder: ResumeFolder) -> None:

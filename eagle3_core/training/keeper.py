@@ -112,6 +112,11 @@ class Keeper:
         self._saver.wait()
         restore_parameters(self._parameters, self._folder.load_weights(self.history.best_files(1)[0]))
 
+    @property
+    def blocked_seconds(self) -> float:
+        """Time in which training stood still for its checkpoints."""
+        return self._saver.blocked_seconds
+
     def _save(self, position: dict[str, Any], step: int, new_best: str | None = None) -> None:
         state = gather({"parameters": self._parameters, "optimizer": self._optimizers.state()})
         self._last_save = time.monotonic()

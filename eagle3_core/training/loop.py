@@ -153,6 +153,7 @@ class Trainer:
             while self.position.epoch < self.config.train.num_epochs and not self._is_stopped():
                 self._epoch()
             self.keeper.load_best()
+        logger.info("training stood still for %.1f s while it was saved", self.keeper.blocked_seconds)
         return Outcome(self.position.step, resumed, self.history, self.meter)
 
     def _is_stopped(self) -> bool:
