@@ -87,7 +87,7 @@ class Work(NamedTuple):
     """One kind of product in a pack.
 
     Attributes:
-        name: `fusion`, `layers`, `attention`, `head` or `teacher`.
+        name: `fusion`, `tokens`, `layers`, `attention`, `head` or `teacher`.
         forward: operations of the forward pass.
         passes: how often that is, backward pass included.
     """
@@ -111,12 +111,14 @@ def pack_work(plan: RowPlan, shape: DraftShape) -> list[Work]:
         for layer in range(shape.num_layers):
             is_short = number > 0 or layer == shape.num_layers - 1
             queries, runs = (computed, step.runs) if is_short else (rows, plan.all_rows)
-            layers += _layer(shape, layer, rows if number == 0 else computed, queries)
+            layers += _layer(shape, rows if number == 0 else computed, queries)
             attention += _attention(shape, _pairs(runs) + number * queries)
     loss_rows = sum(plan.counts)
+    readers = rows if shape.num_layers > 1 else len(plan.steps[0].rows)
     return [
-        # The auxiliary states need no gradient, the draft's own hidden states do.
+        # The auxiliary states and the tokens need no gradient, the draft's own hidden states do.
         Work("fusion", _product(rows, shape.num_aux * shape.hidden, shape.hidden), 2),
+        Work("tokens", _projections(shape, rows, readers), 2),
         Work("layers", layers, 3),
         Work("attention", attention, 3),
         Work("head", _product(loss_rows, shape.hidden, shape.vocabulary), 3 if shape.trains_head else 2),
@@ -124,13 +126,19 @@ def pack_work(plan: RowPlan, shape: DraftShape) -> list[Work]:
     ]
 
 
-def _layer(shape: DraftShape, layer: int, inputs: int, queries: int) -> float:
-    """One forward pass of a decoder layer's matrices: keys and values of all inputs, the rest of queries."""
-    width = 2 * shape.hidden if layer == 0 else shape.hidden
-    keys = _product(inputs, width, 2 * shape.key_heads * shape.head_dim)
-    heads = shape.heads * shape.head_dim
-    mixing = _product(queries, width, heads) + _product(queries, heads, shape.hidden)
-    return keys + mixing + 3 * _product(queries, shape.hidden, shape.intermediate)
+def _layer(shape: DraftShape, inputs: int, queries: int) -> float:
+    """One forward pass of a decoder layer's matrices on hidden states: keys and values of all inputs, the
+    rest of queries. The tokens' half of the first layer is projected once for all steps and not counted here.
+    """
+    mixed = _product(queries, shape.heads * shape.head_dim, shape.hidden)
+    mlp = 3 * _product(queries, shape.hidden, shape.intermediate)
+    return _projections(shape, inputs, queries) + mixed + mlp
+
+
+def _projections(shape: DraftShape, inputs: int, queries: int) -> float:
+    """Keys and values of all inputs, and queries, from vectors of the hidden size."""
+    keys = _product(inputs, shape.hidden, 2 * shape.key_heads * shape.head_dim)
+    return keys + _product(queries, shape.hidden, shape.heads * shape.head_dim)
 
 
 def _attention(shape: DraftShape, pairs: int) -> float:
