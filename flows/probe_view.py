@@ -13,7 +13,7 @@ from rich.table import Table
 
 from eagle3_core.capture.probe_all import probe_all
 from eagle3_core.capture.probe_plan import PROBE_TIMEOUT_SECONDS, known_architectures
-from eagle3_core.capture.probe_record import GOOD, MARKS, ProbeRecord, result_line, write_record
+from eagle3_core.capture.probe_record import GOOD, MARKS, ProbeRecord, result_line
 from eagle3_core.config import RunConfig, resolve_path
 from eagle3_core.contracts import ProbeResult, ProbeSpec, ProgressEvent
 from eagle3_core.errors import EXIT_OK, EXIT_STEP_FAILED, EXIT_USER_ERROR, TargetError
@@ -79,9 +79,8 @@ def probe_known(config: RunConfig, record_path: Path | None, as_json: bool) -> i
     def show(name: str, result: ProbeResult) -> None:
         console.print(f"{name}: {escape(result_line(result))}")
 
-    record = probe_all(config, list(known_architectures()), _logs(config) / "probes", on_result=show)
-    if record_path is not None:
-        write_record(record_path, record)
+    logs = _logs(config) / "probes"
+    record = probe_all(config, list(known_architectures()), logs, on_result=show, record_path=record_path)
     if as_json:
         print(record.model_dump_json(indent=1))
     else:

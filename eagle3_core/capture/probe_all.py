@@ -8,8 +8,9 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
@@ -48,6 +49,7 @@ def probe_all(
     folder: Path,
     timeout_seconds: float | None = None,
     on_result: OnResult | None = None,
+    record_path: Path | None = None,
 ) -> ProbeRecord:
     """Probe architectures and collect what was found.
 
@@ -56,37 +58,50 @@ def probe_all(
         names: of known architectures.
         folder: for logs and scratch files.
         timeout_seconds: of each; by default as long as the device needs.
-        on_result: called with each as it is there, from several threads.
+        on_result: called with each as it is there, by one thread at a time.
+        record_path: file of the record, which is written anew with each result.
 
     Raises:
         HostError: the engine environment does not run.
     """
     versions = capture_versions(config)
     limit = timeout_seconds or TIMEOUT_SECONDS[config.engine.device]
+    results: dict[str, ProbeResult] = {}
+    lock = threading.Lock()
 
-    def probe(name: str) -> ProbeResult:
+    def probe(name: str) -> None:
         result = probe_one(config, versions, known_architecture(name), folder / name, limit)
-        if on_result is not None:
-            on_result(name, result)
-        return result
+        with lock:
+            results[name] = result
+            record = _record(config, versions, results)
+            if record_path is not None and (record.device != "cuda" or len(results) == len(names)):
+                write_record(record_path, record)
+            if on_result is not None:
+                on_result(name, result)
 
     num_processes = GPU_PROCESSES[config.capture.engine] if config.engine.device == "cuda" else 1
     with ThreadPoolExecutor(num_processes) as pool:
-        results = dict(zip(names, pool.map(probe, names), strict=True))
+        list(pool.map(probe, names))
     if num_processes > 1:
         again = [name for name, one in results.items() if one.outcome == "failed" and one.seconds < limit]
-        results |= {name: probe(name) for name in again}
-    devices = [result.device for result in results.values() if result.layers]
+        for name in again:
+            probe(name)
+    return _record(config, versions, results)
+
+
+def _record(config: RunConfig, versions: EngineVersions, results: Mapping[str, ProbeResult]) -> ProbeRecord:
+    """What was found so far; a process that ended without an answer does not know the GPU's name."""
+    named = [one.device for one in results.values() if one.device != config.engine.device]
     return ProbeRecord(
         probe_version=PROBE_VERSION,
         engine=config.capture.engine,
         engine_version=versions.capture_engine(config),
-        device=devices[0] if devices else config.engine.device,
+        device=named[0] if named else config.engine.device,
         attention_backend=config.capture.sglang_attention_backend,
         python=versions.python,
         packages=versions.packages,
         made_at=_now(),
-        results=results,
+        results=dict(sorted(results.items())),
     )
 
 
@@ -149,12 +164,11 @@ def main(arguments: list[str] | None = None) -> int:
                 folder,
                 options.timeout,
                 lambda name, result: print(f"{name:12} {result_line(result)}", flush=True),
+                options.record,
             )
     except Eagle3Error as error:
         print(f"probe: {error}", file=sys.stderr)
         return EXIT_USER_ERROR
-    if options.record:
-        write_record(options.record, record)
     return EXIT_OK if record.is_right else EXIT_STEP_FAILED
 
 
