@@ -3,10 +3,11 @@
 Legend: n labels, M_k loss rows of step k, M loss rows of all steps, m those of a chunk, T steps.
 
 Label j is read by up to T loss rows, one a step. A chunk is a range of labels with all rows that read them:
-the teacher's logits of a label are made once. Five labels, two steps, two chunks:
+the teacher's logits of a label are made once, and rows that read the same ones stand together. Five labels,
+two steps, two chunks:
 
-    rows of step 0 read labels    0 1 2 3 4        step-major order of rows   0 1 2 3 4 | 5 6 7
-    rows of step 1 read labels    1 2 4            chunk-major order          0 1 2 5 6 | 3 4 7
+    rows of step 0 read labels    0 1 2 3 4        step-major order of rows    0 1 2 3 4 | 5 6 7
+    rows of step 1 read labels    1 2 4            label-major order           0 1 5 2 6 | 3 4 7
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from eagle3_core.training.rows import RowPlan
 
 @dataclass(frozen=True)
 class Chunk:
-    """Labels [start, end), and the rows [first, last) in chunk-major order that read them."""
+    """Labels [start, end), and the rows [first, last) in label-major order that read them."""
 
     start: int
     end: int
@@ -33,10 +34,10 @@ class LossRows:
     """All loss rows of a pack.
 
     Attributes:
-        order: [M] int64, chunk-major to step-major: where a chunk's rows stand among the steps' rows.
+        order: [M] int64, label-major to step-major: where a chunk's rows stand among the steps' rows.
         inverse: [M] int64, the other way.
-        label: [M] int64, chunk-major, label of each row less its chunk's `start`.
-        step: [M] int64, chunk-major, TTT step of each row.
+        label: [M] int64, label-major, label of each row less its chunk's `start`.
+        step: [M] int64, label-major, TTT step of each row.
         chunks: in order of labels.
     """
 
@@ -59,12 +60,13 @@ def chunk_rows(plan: RowPlan, max_rows: int) -> LossRows:
     bounds = np.linspace(0, num_labels, pieces + 1).round().astype(np.int64)
     label = np.concatenate([step.label for step in plan.steps])
     step = np.repeat(np.arange(len(plan.steps)), plan.counts)
-    chunk = np.searchsorted(bounds, label, side="right") - 1
-    order = np.argsort(chunk, kind="stable")
+    order = np.argsort(label, kind="stable")
     inverse = np.empty_like(order)
     inverse[order] = np.arange(len(order))
-    cuts = np.searchsorted(chunk[order], np.arange(pieces + 1))
+    label, step = label[order], step[order]
+    cuts = np.searchsorted(label, bounds)
+    starts = np.repeat(bounds[:-1], np.diff(cuts))
     chunks = tuple(
         Chunk(int(bounds[i]), int(bounds[i + 1]), int(cuts[i]), int(cuts[i + 1])) for i in range(pieces)
     )
-    return LossRows(order, inverse, label[order] - bounds[chunk[order]], step[order], chunks)
+    return LossRows(order, inverse, label - starts, step, chunks)

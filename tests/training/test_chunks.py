@@ -11,15 +11,15 @@ from eagle3_core.training.rows import plan_rows
 pytestmark = pytest.mark.engine
 
 
-def test_the_rows_that_read_a_chunk_of_labels_stand_together() -> None:
+def test_the_rows_that_read_a_label_stand_together() -> None:
     # Two documents of three and four rows: labels are rows 0, 1, 2 and 4, 5; step 1 reads 1, 2 and 4, 5.
     plan = plan_rows([3, 4], np.array([1, 1, 1, 0, 1, 1, 0], bool), 2)
     assert [step.label.tolist() for step in plan.steps] == [[0, 1, 2, 3, 4], [1, 2, 3, 4]]
     rows = chunk_rows(plan, 6)
     assert rows.chunks == (Chunk(0, 2, 0, 3), Chunk(2, 5, 3, 9))
-    assert rows.order.tolist() == [0, 1, 5, 2, 3, 4, 6, 7, 8]
-    assert rows.label.tolist() == [0, 1, 1, 0, 1, 2, 0, 1, 2]
-    assert rows.step.tolist() == [0, 0, 1, 0, 0, 0, 1, 1, 1]
+    assert rows.order.tolist() == [0, 1, 5, 2, 6, 3, 7, 4, 8]
+    assert rows.label.tolist() == [0, 1, 1, 0, 0, 1, 1, 2, 2]
+    assert rows.step.tolist() == [0, 0, 1, 0, 1, 0, 1, 0, 1]
 
 
 @pytest.mark.parametrize("max_rows", [1, 7, 50, 10_000])

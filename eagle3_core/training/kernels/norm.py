@@ -15,7 +15,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from eagle3_core.training.pointwise import Routes
 
-PROGRAMS = 1024
+PROGRAMS = 264
 """Programs of the backward pass: each sums the weights' gradient over its rows, then torch over programs."""
 
 
@@ -74,7 +74,7 @@ def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
 
 
 def _warps(block: int) -> int:
-    return 4 if block <= 2048 else 8 if block <= 8192 else 16
+    return 4 if block <= 2048 else 16
 
 
 @triton.jit

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from eagle3_core.sections import LossConfig
 
-BLOCK, WARPS = 4096, 8
+BLOCK, WARPS = 2048, 4
 KINDS = {"kl": 0, "cross_entropy": 1, "acceptance": 2}
 KL, CROSS_ENTROPY, ACCEPTANCE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
