@@ -46,7 +46,7 @@ PEAK_BF16_FLOPS: tuple[tuple[str, float], ...] = (
 
 @dataclass(frozen=True)
 class DraftShape:
-    """What determines a draft's operations; see the legend."""
+    """What determines a draft's operations; `windows` are the keys seen in each layer, None for all."""
 
     hidden: int
     intermediate: int
@@ -57,6 +57,7 @@ class DraftShape:
     vocabulary: int
     num_aux: int
     trains_head: bool = False
+    windows: tuple[int | None, ...] = ()
 
     @classmethod
     def of(cls, draft: Eagle3DraftModel) -> DraftShape:
@@ -72,6 +73,10 @@ class DraftShape:
             vocabulary=draft.config.draft_vocab_size,
             num_aux=len(draft.config.eagle_aux_hidden_state_layer_ids),
             trains_head=draft.lm_head.weight.requires_grad,
+            windows=tuple(
+                draft.sliding_window if number in draft.sliding_window_indices else None
+                for number in range(layer.num_hidden_layers)
+            ),
         )
 
 
@@ -112,7 +117,8 @@ def pack_work(plan: RowPlan, shape: DraftShape) -> list[Work]:
             is_short = number > 0 or layer == shape.num_layers - 1
             queries, runs = (computed, step.runs) if is_short else (rows, plan.all_rows)
             layers += _layer(shape, rows if number == 0 else computed, queries)
-            attention += _attention(shape, _pairs(runs) + number * queries)
+            window = shape.windows[layer] if shape.windows else None
+            attention += _attention(shape, _pairs(runs, window) + number * queries)
     loss_rows = sum(plan.counts)
     readers = rows if shape.num_layers > 1 else len(plan.steps[0].rows)
     return [
@@ -146,12 +152,18 @@ def _attention(shape: DraftShape, pairs: int) -> float:
     return 4.0 * pairs * shape.heads * shape.head_dim
 
 
-def _pairs(runs: Iterable[Run]) -> int:
-    """Pairs of a causal run of n queries of which the last sees K keys: n K - n (n - 1) / 2."""
+def _pairs(runs: Iterable[Run], window: int | None = None) -> int:
+    """Pairs of causal runs, n queries of which the last sees K keys: n K - n (n - 1) / 2 without a window.
+
+    Of five keys, three queries and a window of four: 3, 4 and, instead of 5, again 4.
+    """
     total = 0
     for run in runs:
         queries, keys = run.query_end - run.query_start, run.key_end - run.key_start
         total += queries * keys - queries * (queries - 1) // 2
+        if window is not None and keys > window:
+            beyond = min(queries, keys - window)
+            total -= beyond * (keys - window) - beyond * (beyond - 1) // 2
     return total
 
 

@@ -40,6 +40,15 @@ def test_one_step_of_one_document_by_hand() -> None:
     assert training_flops(plan, replace(TINY, trains_head=True)) == wanted + head / 2
 
 
+def test_a_window_leaves_out_the_pairs_beyond_it() -> None:
+    """Five rows, loss on the last three: they see 3, 4 and 5 keys, with a window of four 3, 4 and 4."""
+    plan = plan_rows([5], np.array([False, False, True, True, True]), 1)
+    wide, narrow = (training_flops(plan, replace(TINY, windows=(window,))) for window in (None, 4))
+    assert wide == training_flops(plan, TINY)
+    assert wide - narrow == 3 * (4 * 1 * 2)
+    assert wide - training_flops(plan, replace(TINY, windows=(2,))) == 3 * (4 * (1 + 2 + 3) * 2)
+
+
 @pytest.mark.parametrize("layers", [1, 2])
 def test_the_forward_pass_is_what_torch_counts(tiny_target: TargetInfo, layers: int) -> None:
     """Products of the draft's weights and of its head: torch does not see into the CPU's attention."""
