@@ -51,13 +51,13 @@ class Pack:
         return len(self.input_ids) + len(self.keys)
 
     def to(self, device: torch.device) -> Pack:
-        """The pack with its tensors on `device`."""
+        """The pack with its tensors on `device`; from pinned memory without waiting."""
         return replace(
             self,
-            input_ids=self.input_ids.to(device),
-            aux_states=self.aux_states.to(device),
-            positions=self.positions.to(device),
-            final_states=self.final_states.to(device),
+            input_ids=self.input_ids.to(device, non_blocking=True),
+            aux_states=self.aux_states.to(device, non_blocking=True),
+            positions=self.positions.to(device, non_blocking=True),
+            final_states=self.final_states.to(device, non_blocking=True),
         )
 
 
