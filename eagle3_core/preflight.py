@@ -33,6 +33,7 @@ from eagle3_core.host.process import engine_interpreter, run_step
 from eagle3_core.identity import draft_vocab_size, prompt_files
 from eagle3_core.memory import check_gpus, check_host, need_on_gpu, need_on_host
 from eagle3_core.sections import CAPTURE_MARGIN_TOKENS, SGLANG_MARGIN_TOKENS, EngineConfig
+from eagle3_core.serving.options import check_served
 from eagle3_core.store.open import open_store
 from eagle3_core.store.remote import RemoteStore
 from eagle3_core.target.fingerprint import TOKENIZER_VOCABULARIES
@@ -123,7 +124,7 @@ def check_settings(config: RunConfig) -> None:
     Raises:
         Eagle3Error: the first that does not fit.
     """
-    for check in (check_combinations, _check_target, _check_prompts):
+    for check in (check_combinations, check_served, _check_target, _check_prompts):
         check(config)
 
 
@@ -329,6 +330,7 @@ def _check_prompts(config: RunConfig) -> str:
 
 CHECKS: dict[str, Callable[[RunConfig], str]] = {
     "settings": check_combinations,
+    "draft options": check_served,
     "target": _check_target,
     "prompts": _check_prompts,
     "engine environment": _check_engine,

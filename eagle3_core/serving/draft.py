@@ -96,7 +96,7 @@ def read_config(path: Path) -> dict[str, Any]:
     """A speculators configuration in which nothing is left to an engine's default.
 
     Raises:
-        ExportError: unreadable, not EAGLE-3 over Llama layers, or a key missing.
+        ExportError: unreadable, not EAGLE-3 over Llama or Qwen3 layers, or a key missing.
     """
     try:
         config = json.loads(path.read_text())
@@ -115,8 +115,10 @@ def read_config(path: Path) -> dict[str, Any]:
     if no_sizes:
         raise ExportError(f"{LAYER_KEY} in {path} does not say {', '.join(no_sizes)}")
     kind = (config.get("speculators_model_type"), config[LAYER_KEY].get("model_type"))
-    if kind != ("eagle3", "llama"):
-        raise ExportError(f"{path} describes {kind[0]} over {kind[1]} layers", expected="eagle3 over llama")
+    if kind not in (("eagle3", "llama"), ("eagle3", "qwen3")):
+        raise ExportError(
+            f"{path} describes {kind[0]} over {kind[1]} layers", expected="eagle3 over llama or qwen3"
+        )
     return config
 
 
@@ -155,6 +157,8 @@ def _layer_shapes(layer: dict[str, Any], index: int) -> dict[str, tuple[int, ...
     shapes |= {f"self_attn.{name}_proj.weight": (rows, attention_input) for name, rows in outputs.items()}
     if index == 0:
         shapes["hidden_norm.weight"] = (hidden,)
+    if layer.get("model_type") == "qwen3":
+        shapes |= {f"self_attn.{name}_norm.weight": (head,) for name in ("q", "k")}
     if layer.get("attention_bias"):
         shapes |= {f"self_attn.{name}_proj.bias": (rows,) for name, rows in outputs.items()}
         shapes["self_attn.o_proj.bias"] = (hidden,)

@@ -41,8 +41,10 @@ WEIGHT_DTYPE = "bfloat16"
 LAYER_FIELDS = (
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
     "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings",
-    "rms_norm_eps", "rope_parameters", "attention_bias", "attention_dropout", "mlp_bias", "initializer_range",
+    "rms_norm_eps", "rope_parameters", "attention_bias", "attention_dropout", "initializer_range",
 )  # fmt: skip
+OPTIONAL_FIELDS = ("mlp_bias", "layer_types", "sliding_window", "use_sliding_window")
+"""Written where the kind of layer has them."""
 
 
 def write_vllm(
@@ -86,9 +88,10 @@ def vllm_config(
     draft: TrainedDraft, target: TargetInfo, verifier: str, num_speculative_tokens: int
 ) -> dict[str, Any]:
     """The content of `config.json`."""
-    from transformers import LlamaConfig
+    from transformers import LlamaConfig, Qwen3Config
 
-    layer = LlamaConfig(**draft.layer).to_dict()
+    kind = {"llama": LlamaConfig, "qwen3": Qwen3Config}[draft.layer["model_type"]]
+    layer = kind(**draft.layer).to_dict()
     return {
         "architectures": ["Eagle3Speculator"],
         "dtype": WEIGHT_DTYPE,
@@ -115,6 +118,7 @@ def vllm_config(
         "tie_word_embeddings": False,
         LAYER_KEY: {
             **{field: layer[field] for field in LAYER_FIELDS},
+            **{field: layer[field] for field in OPTIONAL_FIELDS if layer.get(field) is not None},
             "dtype": WEIGHT_DTYPE,
             "tie_word_embeddings": False,
         },

@@ -27,6 +27,7 @@ from eagle3_core.config import RunConfig
 from eagle3_core.data.vocabulary import DraftVocabulary
 from eagle3_core.errors import TrainingError
 from eagle3_core.identity import draft_vocab_size
+from eagle3_core.sections import DraftConfig
 from eagle3_core.target.info import TargetInfo
 from eagle3_core.target.layers import resolve_aux_layer_ids
 from eagle3_core.target.weights import read_embedding, read_final_norm, read_lm_head, rms_norm_eps
@@ -78,7 +79,7 @@ def draft_config(config: RunConfig, target: TargetInfo) -> Eagle3SpeculatorConfi
 
 
 def _layer_config(config: RunConfig, target: TargetInfo) -> Any:
-    from transformers import LlamaConfig
+    from transformers import LlamaConfig, Qwen3Config
 
     text = target.text_config
     intermediate = config.draft.intermediate_size or text.get("intermediate_size")
@@ -89,7 +90,8 @@ def _layer_config(config: RunConfig, target: TargetInfo) -> Any:
             f"{target.path}/config.json has no {missing}",
             remedy="set draft.intermediate_size" if missing == "intermediate_size" else None,
         )
-    layer = LlamaConfig(
+    kind = {"llama": LlamaConfig, "qwen3": Qwen3Config}[config.draft.block]
+    layer = kind(
         vocab_size=target.vocab_size,
         hidden_size=target.hidden_size,
         intermediate_size=intermediate,
@@ -104,9 +106,19 @@ def _layer_config(config: RunConfig, target: TargetInfo) -> Any:
         bos_token_id=text.get("bos_token_id"),
         eos_token_id=text.get("eos_token_id"),
         tie_word_embeddings=False,
+        **_window(config.draft),
     )
     layer._attn_implementation = "eager"
     return layer
+
+
+def _window(draft: DraftConfig) -> dict[str, Any]:
+    """Sliding attention, said for every layer; nothing for full attention."""
+    if draft.sliding_window is None:
+        return {}
+    named = {"use_sliding_window": True} if draft.block == "qwen3" else {}
+    types = ["sliding_attention"] * draft.num_layers
+    return {"layer_types": types, "sliding_window": draft.sliding_window, **named}
 
 
 def _rope(text: dict[str, Any]) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from eagle3_core.training.loader import PackReader, ReadAhead, plan_packs
 from eagle3_core.training.loss import LossParts, Teacher, pack_loss, step_weights
 from eagle3_core.training.meter import Meter, StepCost
 from eagle3_core.training.metrics_log import MetricsLog
+from eagle3_core.training.noise import with_noise
 from eagle3_core.training.optimizers import Optimizers
 from eagle3_core.training.schedule import learning_rate
 from eagle3_core.training.ttt import Pack, ttt_forward
@@ -191,7 +192,8 @@ class Trainer:
             self.history.num_empty_packs += 1
             self._leave_out("no row of it carries loss", pack)
             return
-        parts = self._losses(pack.to(self.device))
+        moved = pack.to(self.device)
+        parts = self._losses(with_noise(moved, train, self.draft.hidden_size, position.epoch))
         parts.loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), train.max_grad_norm)
         values = _StepValues(parts, float(parts.loss.detach()), float(norm), rate)
