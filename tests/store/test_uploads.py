@@ -325,8 +325,8 @@ client.run(upload(client, path, "x", file_entry(path.parent, path)))
 def test_a_slow_server_is_given_up_only_when_it_stands_still(s3: S3, tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(os.urandom(MIB))
-    s3.proxy.rules.append(lambda request: Slow(MIB / 2) if request.method == "PUT" else None)
-    client = make_client(s3, timeout_seconds=1.5, attempts=1)
+    s3.proxy.rules.append(lambda request: Slow(MIB / 5) if request.method == "PUT" else None)
+    client = make_client(s3, timeout_seconds=4.0, attempts=1)
     client.run(upload(client, path, KEY, file_entry(tmp_path, path)))
     assert stored(s3) == path.read_bytes()
 
