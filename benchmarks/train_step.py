@@ -135,8 +135,6 @@ def ours(draft: Any, samples: list[CapturedSample], steps: int, device: str) -> 
 
 def theirs(draft: Any, samples: list[CapturedSample], steps: int, device: str) -> Step:
     """The forward of speculators under autocast; call the result for a loss."""
-    from speculators.losses import resolve_loss_config
-
     final = []
     for sample in samples:
         states = torch.zeros(len(sample.input_ids), sample.final_states.shape[1], dtype=torch.bfloat16)
@@ -152,18 +150,23 @@ def theirs(draft: Any, samples: list[CapturedSample], steps: int, device: str) -
         "verifier_last_hidden_states": torch.cat(final),
     }
     batch = {name: tensor.unsqueeze(0).to(device) for name, tensor in tensors.items()}
-    loss_config = resolve_loss_config("kl_div", "fused" if device == "cuda" else "eager")
-    if device == "cuda":
-        loss_config = {
-            name: (torch._dynamo.disable(function), weight)
-            for name, (function, weight) in loss_config.items()
-        }
+    loss_config = speculators_loss(device)
 
     def forward() -> torch.Tensor:
         with torch.autocast(device, dtype=torch.bfloat16):
             return draft(**batch, ttt_steps=steps, loss_config=loss_config)[1]
 
     return forward
+
+
+def speculators_loss(device: str) -> dict[str, Any]:
+    """The KL of speculators, fused where it can be and then kept out of the compiled graph."""
+    from speculators.losses import resolve_loss_config
+
+    if device != "cuda":
+        return resolve_loss_config("kl_div", "eager")
+    fused = resolve_loss_config("kl_div", "fused")
+    return {name: (torch._dynamo.disable(function), weight) for name, (function, weight) in fused.items()}
 
 
 class Runner:
