@@ -21,23 +21,25 @@ from benchmarks.random_target import TargetShape, target_config
 from eagle3_core.artifacts import ArtifactPlan, ArtifactRef
 from eagle3_core.config import RunConfig, load_profile
 from eagle3_core.data.vocabulary import answer_counts, build_vocabulary, save_vocabulary
+from eagle3_core.identity import plan_vocabulary
 from eagle3_core.store.dataset import DATASET_FILE, Sample, write_dataset
 from eagle3_core.store.local import LocalStore
 from eagle3_core.store.shard_writer import write_shard
 from eagle3_core.store.shards import CapturedSample, ShardLayout
+from eagle3_core.target.info import inspect_target
 
 SHAPE = TargetShape(hidden=64, intermediate=96, layers=4, heads=4, kv_heads=2, vocab=96)
 DRAFT_VOCAB = 80
 AUX_IDS = (1, 2, 3)
 NUM_TRAIN, NUM_HELDOUT = 48, 8
 PROMPT_TOKENS = 6
+PROFILE = "tiny.yaml"
 NOISE = 0.3
 """Standard deviation of what the states hold beside embeddings of mean square 1."""
 
 
 def tiny_config(root: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """A configuration for the target and the store below `root`, with `section.field=value` over it."""
-    profile = root / "tiny.yaml"
     document = {
         "name": "tiny",
         "target": {"model": str(root / "target"), "aux_layer_ids": list(AUX_IDS)},
@@ -45,42 +47,43 @@ def tiny_config(root: Path, overrides: Sequence[str] = ()) -> RunConfig:
         "draft": {"vocab_size": DRAFT_VOCAB},
         "train": {"pack_tokens": 128, "num_epochs": 4, "learning_rate": 3e-3, "ttt_steps": 3},
     }
-    profile.write_text(json.dumps(document))
-    return load_profile(profile, overrides)
+    (root / PROFILE).write_text(json.dumps(document))
+    return load_profile(root / PROFILE, overrides)
 
 
 def write_tiny_capture(root: Path, seed: int = 0) -> dict[str, ArtifactRef]:
     """Write a target to `root/target`, and dataset, vocabulary and capture to the store in `root/store`.
 
     Args:
-        root: a folder.
+        root: a folder, with the profile that `tiny_config` wrote.
         seed: of embeddings, texts and noise.
 
     Returns:
         The artifacts by kind.
     """
+    config = load_profile(root / PROFILE)
     generator = np.random.default_rng(seed)
     cycle = generator.permutation(SHAPE.vocab)
     embeddings = torch.from_numpy(generator.standard_normal((SHAPE.vocab, SHAPE.hidden))).float()
     write_target(root / "target", embeddings, cycle)
     samples = [_sample(number, cycle, generator) for number in range(NUM_TRAIN + NUM_HELDOUT)]
     store = LocalStore(root / "store")
-    plans = {kind: ArtifactPlan(kind=kind, identity={"tiny": seed}) for kind in ("dataset", "vocabulary")}
-    with store.writer(plans["dataset"]) as writer:
+    dataset = ArtifactPlan(kind="dataset", identity={"tiny": seed})
+    with store.writer(dataset) as writer:
         write_dataset(writer.folder / DATASET_FILE, samples)
         writer.complete([writer.folder / DATASET_FILE])
+    vocabulary = plan_vocabulary(config, inspect_target(root / "target"), dataset.ref)
     counts = answer_counts(samples, SHAPE.vocab, "train")
-    with store.writer(plans["vocabulary"]) as writer:
+    with store.writer(vocabulary) as writer:
         mapping = build_vocabulary(counts, DRAFT_VOCAB, SHAPE.vocab)
         writer.complete([save_vocabulary(mapping, writer.folder)])
-    parents = {"dataset": plans["dataset"].ref}
-    plans["capture"] = ArtifactPlan(kind="capture", identity={"tiny": seed}, parents=parents)
+    capture = ArtifactPlan(kind="capture", identity={"tiny": seed}, parents={"dataset": dataset.ref})
     layout = ShardLayout(AUX_IDS, SHAPE.layers, SHAPE.hidden, "bfloat16", "loss_rows")
-    with store.writer(plans["capture"]) as writer:
+    with store.writer(capture) as writer:
         states = [_states(sample, embeddings, generator) for sample in samples]
         writer.record(write_shard(writer.folder / "shard-00000.safetensors", states, layout))
         writer.complete()
-    return {kind: plan.ref for kind, plan in plans.items()}
+    return {plan.kind: plan.ref for plan in (dataset, vocabulary, capture)}
 
 
 def write_target(folder: Path, embeddings: torch.Tensor, cycle: np.ndarray) -> None:

@@ -87,6 +87,32 @@ def test_documents_and_padding_are_kept_apart_in_a_batch_of_speculators() -> Non
     assert batch["hidden_states"].shape == (1, 7, 6)
 
 
+def test_a_run_of_a_workspace_and_a_capture_of_a_store_are_the_same_inputs(tmp_path: Path) -> None:
+    from benchmarks.quality_inputs import TRAIN_SPEC, inputs_of_capture, inputs_of_run
+    from benchmarks.tiny_capture import PROFILE, tiny_config, write_tiny_capture
+    from eagle3_core.contracts import StepSpec
+
+    config = tiny_config(tmp_path)
+    refs = write_tiny_capture(tmp_path)
+    for run_id in ("20300101-a", "20300102-b"):
+        spec = StepSpec(
+            config=config, run_id=run_id, target_path=config.target.model, outputs={}, inputs=refs
+        )
+        file = tmp_path / "workspace" / "runs" / run_id / TRAIN_SPEC
+        file.parent.mkdir(parents=True)
+        file.write_text(spec.model_dump_json())
+        (file.parent.parent / "config.yaml").write_text((tmp_path / PROFILE).read_text())
+    (file.parent.parent.parent / "20300103-not-trained" / "logs").mkdir(parents=True)
+    settings = ["train.seed=7", "workspace=unused"]
+    newest = inputs_of_run(tmp_path / "workspace", None, settings[:1])
+    named = inputs_of_capture(str(tmp_path / PROFILE), None, refs["capture"].id, None, settings)
+    assert newest.config.workspace_path == tmp_path / "workspace"
+    assert newest.config.train == named.config.train
+    assert newest.config.train.seed == 7
+    assert newest.index.splits == named.index.splits
+    assert len(newest.index.splits["train"]) == 48
+
+
 def test_a_workspace_without_a_trained_run_and_a_capture_that_does_not_fit_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
