@@ -143,20 +143,24 @@ def rates(values: Sequence[float | None]) -> str:
     return " ".join("-" if value is None else f"{value:.4f}" for value in values)
 
 
-def verdict(runs: Sequence[Sequence[Trial]]) -> dict[str, Any]:
-    """Print and return what ours gains on speculators, and each of our options on ours: one value a seed."""
-    gains: dict[str, list[float]] = {}
+def gains(runs: Sequence[Sequence[Trial]]) -> dict[str, list[float]]:
+    """What ours gains on speculators, and each of our options on ours, in acceptance length: one a seed."""
+    found: dict[str, list[float]] = {}
     for trials in runs:
         last = {trial.name: trial.lengths()[-1] for trial in trials}
         for name, length in last.items():
             base = SPECULATORS if name == OURS else OURS
             if name != SPECULATORS and base in last:
-                gains.setdefault(f"{name} - {base}", []).append(length - last[base])
-    for name, found in gains.items():
-        spread = f", standard deviation {statistics.stdev(found):.4f}" if len(found) > 1 else ""
-        seeds = "1 seed" if len(found) == 1 else f"{len(found)} seeds"
-        print(f"{name}: {statistics.mean(found):+.4f} in acceptance length ({seeds}{spread})")
-    return gains
+                found.setdefault(f"{name} - {base}", []).append(length - last[base])
+    return found
+
+
+def verdict(found: dict[str, list[float]]) -> Iterator[str]:
+    """A line for each gain."""
+    for name, values in found.items():
+        spread = f", standard deviation {statistics.stdev(values):.4f}" if len(values) > 1 else ""
+        seeds = "1 seed" if len(values) == 1 else f"{len(values)} seeds"
+        yield f"{name}: {statistics.mean(values):+.4f} in acceptance length ({seeds}{spread})"
 
 
 def document(trial: Trial) -> dict[str, Any]:
@@ -217,26 +221,32 @@ def describe(inputs: Inputs, num_steps: int) -> str:
     )
 
 
-def run(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
-    """All seeds of a comparison; returns every figure."""
+def run(options: argparse.Namespace, scratch: Path) -> None:
+    """All seeds of a comparison; the file of figures is written after each."""
     inputs = with_settings(choose_inputs(options, scratch), None, options.device)
     num_steps = options.steps or planned_steps(inputs)
     base = config_of(OURS, inputs.config)
     heldout = PackReader(inputs.source, inputs.index.splits["heldout"], steps_to_unroll(base))
     evaluator = HeldoutEvaluator(heldout, base, (), FinalHead(inputs.target, base.engine.device))
     print(describe(inputs, num_steps))
-    runs = []
+    runs: list[list[Trial]] = []
     for seed in options.seeds or [inputs.config.train.seed]:
         seeded = with_settings(inputs, seed, None)
         runs.append(compare(seeded, options.trainers, evaluator, num_steps, options.evaluations))
         print("\n".join(details(runs[-1])))
-    print()
+        if options.json:
+            options.json.write_text(json.dumps(result(inputs.config, num_steps, runs), indent=1))
+    print("\n" + "\n".join(verdict(gains(runs))))
+
+
+def result(config: RunConfig, num_steps: int, runs: Sequence[Sequence[Trial]]) -> dict[str, Any]:
+    """Every figure of the seeds done so far, as JSON-able values."""
     return {
-        "config": inputs.config.model_dump(mode="json"),
+        "config": config.model_dump(mode="json"),
         "steps": num_steps,
         "seeds": [trials[0].config.train.seed for trials in runs],
         "runs": [{trial.name: document(trial) for trial in trials} for trials in runs],
-        "gains": verdict(runs),
+        "gains": gains(runs),
     }
 
 
@@ -271,11 +281,9 @@ def main() -> None:
         parser.error("--steps and --evaluations are at least 1")
     try:
         with tempfile.TemporaryDirectory() as scratch:
-            result = run(options, Path(scratch))
+            run(options, Path(scratch))
     except Eagle3Error as error:
         parser.exit(error.exit_code, f"{error}\n")
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":
