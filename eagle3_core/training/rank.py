@@ -2,13 +2,14 @@
 
 Which rank it is, how many there are and where they meet stands in the environment, as torchrun sets it. The
 first rank prints progress and log lines and leaves the result; of the others, only errors are printed. A rank
-ends itself when its standard input closes: whoever started it is gone then.
+ends itself when its standard input, if that is a pipe, closes: whoever started it is gone then.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import stat
 import sys
 import threading
 import time
@@ -31,7 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
     is_first = os.environ.get("RANK", "0") == "0"
     level = logging.INFO if is_first else logging.ERROR
     logging.basicConfig(level=level, format=LOG_FORMAT, stream=sys.stdout, force=True)
-    if not sys.stdin.isatty():
+    if stat.S_ISFIFO(os.fstat(0).st_mode):
         threading.Thread(target=end_with_parent, name="parent-watch", daemon=True).start()
     started = time.monotonic()
     try:

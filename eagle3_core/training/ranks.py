@@ -146,10 +146,10 @@ def join(device: torch.device) -> Ranks:
     """
     if "WORLD_SIZE" not in os.environ:
         return Ranks()
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    on_gpu = device.type == "cuda"
     dist.init_process_group(
-        backend,
+        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
         timeout=timedelta(hours=TIMEOUT_HOURS),
-        device_id=device if device.type == "cuda" else None,
+        device_id=torch.device("cuda", torch.cuda.current_device()) if on_gpu else None,
     )
     return Ranks(dist.get_rank(), dist.get_world_size())

@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 Mode = Literal["ddp", "fsdp2"]
 BYTES_PER_PARAMETER = 16
 """fp32 weight, gradient and two moments."""
+REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+"""Its name has changed in torch 2.13."""
 LARGE_SHARE = 0.4
 """Of a GPU's memory: `auto` shards weights and state that would take more."""
 
@@ -123,7 +125,7 @@ class ShardedWeights:
         if missing:
             padded = torch.cat([padded, padded.new_zeros(missing, *gradient.shape[1:])])
         own = padded.new_empty(most, *gradient.shape[1:])
-        dist.reduce_scatter_tensor(own, padded)
+        REDUCE_SCATTER(own, padded)
         return own[:num_rows].contiguous()
 
 

@@ -44,33 +44,38 @@ def alone(tmp_path_factory: pytest.TempPathFactory, tiny_target: TargetInfo) -> 
     return spec, train.run(spec, Quiet())  # type: ignore[arg-type]
 
 
+def expect_agreement(
+    ours: tuple[StepSpec, TrainResult], theirs: tuple[StepSpec, TrainResult], tolerance: float = 1e-4
+) -> None:
+    """The same steps with the same losses, gradients, evaluations and weights."""
+    (spec, result), (other_spec, other_result) = ours, theirs
+    for record, other in zip(records_of(spec, "step"), records_of(other_spec, "step"), strict=True):
+        for name in ("step", "samples", "tokens", "loss_rows", "learning_rate"):
+            assert record[name] == other[name]
+        for name in ("loss", "loss_by_step", "grad_norm"):
+            assert record[name] == pytest.approx(other[name], rel=tolerance)
+    for look, other_look in zip(result.evaluations, other_result.evaluations, strict=True):
+        assert look.heldout_loss == pytest.approx(other_look.heldout_loss, rel=tolerance)
+        assert look.heldout == other_look.heldout
+    a, b = (load_file(folder_of(each) / "model.safetensors") for each in (spec, other_spec))
+    assert a.keys() == b.keys()
+    assert all(torch.allclose(a[name].float(), b[name].float(), atol=tolerance) for name in b)
+    files = [{path.name for path in folder_of(each).iterdir()} for each in (spec, other_spec)]
+    assert files[0] == files[1]
+
+
 @pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
 def test_two_ranks_agree_with_one_also_where_one_of_them_has_no_pack(
     alone: tuple[StepSpec, TrainResult], tmp_path: Path, tiny_target: TargetInfo, mode: str
 ) -> None:
-    spec, (one, wanted) = quarantined(tmp_path, tiny_target, 2, mode), alone
-    assert spec.outputs["checkpoint"].ref == one.outputs["checkpoint"].ref
+    spec = quarantined(tmp_path, tiny_target, 2, mode)
+    assert spec.outputs["checkpoint"].ref == alone[0].outputs["checkpoint"].ref
     quiet = Quiet()
     result = train.run(spec, quiet)  # type: ignore[arg-type]
-    assert result.num_steps == wanted.num_steps > 4
+    assert result.num_steps == alone[1].num_steps > 4
     assert quiet.steps[-1] == result.num_steps
     assert result.num_skipped_samples == 2
-    ours, theirs = records_of(spec, "step"), records_of(one, "step")
-    for record, other in zip(ours, theirs, strict=True):
-        for name in ("step", "samples", "tokens", "loss_rows", "learning_rate"):
-            assert record[name] == other[name]
-        assert record["loss"] == pytest.approx(other["loss"], rel=1e-4)
-        assert record["loss_by_step"] == pytest.approx(other["loss_by_step"], rel=1e-4)
-        assert record["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
-    for look, other_look in zip(result.evaluations, wanted.evaluations, strict=True):
-        assert look.heldout_loss == pytest.approx(other_look.heldout_loss, rel=1e-4)
-        assert look.heldout == other_look.heldout
-    a, b = (load_file(folder_of(each) / "model.safetensors") for each in (spec, one))
-    assert a.keys() == b.keys()
-    assert all(torch.allclose(a[name].float(), b[name].float(), atol=1e-4) for name in b)
-    assert {path.name for path in folder_of(spec).iterdir()} == {
-        path.name for path in folder_of(one).iterdir()
-    }
+    expect_agreement((spec, result), alone)
 
 
 def test_packs_one_after_the_other_are_one_large_pack(tmp_path: Path, tiny_target: TargetInfo) -> None:
