@@ -1,6 +1,6 @@
 """A rank that does what `ODD_RANK` says at one step: `<rank> <step> raise`, `kill` itself or `kill_step`.
 
-`kill_step` kills the process that started the ranks, once a checkpoint is there.
+`kill_step` kills the process that started the ranks. It waits for a checkpoint, and then makes `ODD_STAMP`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from eagle3_core.training import rank
@@ -23,6 +24,7 @@ def odd(self: Trainer, *args: Any) -> None:
     while self.position.step and not pointer.is_file():
         time.sleep(0.01)
     if os.environ["RANK"] == ODD and self.position.step + 1 == int(STEP):
+        Path(os.environ["ODD_STAMP"]).touch()
         if DEED == "raise":
             raise RuntimeError("this rank is odd")
         os.kill(os.getpid() if DEED == "kill" else os.getppid(), signal.SIGKILL)

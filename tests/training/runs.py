@@ -99,7 +99,7 @@ def run_killed_with_ranks(spec: StepSpec, step: int, root: Path) -> None:
     killed = subprocess.run(
         [sys.executable, "-c", KILLED_WITH_RANKS, str(root / "spec.json")],
         cwd=PROJECT_ROOT,
-        env=os.environ | marks | {"ODD_ROOT": str(root)},
+        env=os.environ | marks | {"ODD_ROOT": str(root), "ODD_STAMP": str(root / "stamp")},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
