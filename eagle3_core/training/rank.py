@@ -41,7 +41,8 @@ def main(arguments: list[str] | None = None) -> int:
         failure = failure_of(error)
         print(failure.message if failure.is_user_error else failure.traceback, flush=True)
         outcome = StepOutcome(status="failed", failure=failure, seconds=time.monotonic() - started)
-    write_atomic(outcome_path, outcome.model_dump_json())
+    if is_first or outcome.failure is not None:  # torchrun gives all ranks the same path
+        write_atomic(outcome_path, outcome.model_dump_json())
     if outcome.failure is None:
         return EXIT_OK
     return Eagle3Error.exit_code if outcome.failure.is_user_error else EXIT_BUG
