@@ -246,7 +246,28 @@ class TrainConfig(Section):
 
     ttt_steps: int = Field(default=3, ge=1, le=16, description="Draft steps unrolled in training.")
     num_epochs: int = Field(default=8, ge=1, description="Passes over the training samples.")
-    pack_tokens: int = Field(default=1024, ge=32, description="Tokens of one pack (one optimizer step).")
+    pack_tokens: int = Field(
+        default=1024, ge=32, description="Tokens of one pack: what a GPU computes at once."
+    )
+    packs_per_step: int = Field(
+        default=1,
+        ge=1,
+        le=4096,
+        description="Packs of one optimizer step, which the GPUs share; one GPU computes them one after the "
+        "other (gradient accumulation). More GPUs than this have nothing to do.",
+    )
+    num_ranks: int | None = Field(
+        default=None,
+        ge=1,
+        le=64,
+        description="Processes that share each step, one on a GPU. None is one for each visible GPU, but no "
+        "more than `packs_per_step`; on the CPU it is one. The result is the same but for rounding.",
+    )
+    parallel: Literal["auto", "ddp", "fsdp2"] = Field(
+        default="auto",
+        description="With several ranks: `ddp` keeps weights and optimizer state whole on each, `fsdp2` "
+        "shards them; `auto` shards where they would take much of a GPU's memory.",
+    )
     loss: LossConfig = Field(default=LossConfig(), description="The loss of a row.")
     optimizer: Literal["adamw", "muon"] = Field(
         default="adamw",
@@ -338,6 +359,21 @@ class TrainConfig(Section):
     tensorboard: bool = Field(
         default=True, description="Write TensorBoard event files into the run's folder."
     )
+
+    @model_validator(mode="after")
+    def _every_rank_has_work(self) -> TrainConfig:
+        if self.num_ranks is not None and self.num_ranks > self.packs_per_step:
+            raise ValueError(
+                f"num_ranks is {self.num_ranks}, but packs_per_step is {self.packs_per_step}: some ranks "
+                "would never have a pack; raise packs_per_step or lower num_ranks"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _muon_needs_whole_matrices(self) -> TrainConfig:
+        if self.optimizer == "muon" and self.parallel == "fsdp2":
+            raise ValueError("muon steps whole matrices, which fsdp2 shards: set parallel to ddp or auto")
+        return self
 
 
 class ExportConfig(Section):

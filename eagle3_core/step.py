@@ -100,7 +100,7 @@ def main(arguments: list[str] | None = None) -> int:
     name, spec_path, result_path = arguments if arguments is not None else sys.argv[1:]
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, stream=sys.stdout, force=True)
     if not sys.stdin.isatty():
-        threading.Thread(target=_end_with_parent, name="parent-watch", daemon=True).start()
+        threading.Thread(target=end_with_parent, name="parent-watch", daemon=True).start()
     started = time.monotonic()
     guard = contextlib.ExitStack()
     try:
@@ -110,7 +110,7 @@ def main(arguments: list[str] | None = None) -> int:
         result = _run(name, spec, progress)
         outcome = StepOutcome(status="ok", result=result, seconds=time.monotonic() - started)
     except Exception as error:
-        outcome = StepOutcome(status="failed", failure=_failure(error), seconds=time.monotonic() - started)
+        outcome = StepOutcome(status="failed", failure=failure_of(error), seconds=time.monotonic() - started)
     outcome = _leave(Path(result_path), outcome)
     guard.close()
     if outcome.failure is None:
@@ -137,12 +137,13 @@ def _leave(path: Path, outcome: StepOutcome) -> StepOutcome:
     try:
         write_atomic(path, outcome.model_dump_json(indent=1))
     except (OSError, Eagle3Error) as error:
-        failure = outcome.failure or _failure(error)
+        failure = outcome.failure or failure_of(error)
         return StepOutcome(status="failed", failure=failure, seconds=outcome.seconds)
     return outcome
 
 
-def _failure(error: Exception) -> StepFailure:
+def failure_of(error: Exception) -> StepFailure:
+    """How an error is told to whoever started this process."""
     if isinstance(error, OSError):
         error = as_host_error(error) or error
     known = isinstance(error, Eagle3Error)
@@ -156,7 +157,7 @@ def _failure(error: Exception) -> StepFailure:
     )
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """Wait until standard input closes, then end every descendant and this process."""
     while os.read(0, 4096):
         continue

@@ -122,7 +122,8 @@ def draft_parameters(config: RunConfig, target: TargetInfo) -> tuple[int, int]:
 
 def num_optimizer_steps(config: RunConfig, work: Workload) -> int:
     """Steps of a whole training, if every pack is full."""
-    return config.train.num_epochs * max(1, -(-work.num_tokens // config.train.pack_tokens))
+    tokens = config.train.pack_tokens * config.train.packs_per_step
+    return config.train.num_epochs * max(1, -(-work.num_tokens // tokens))
 
 
 def event_file_bytes(config: RunConfig, work: Workload) -> int:

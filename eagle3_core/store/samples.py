@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
+import numpy as np
+
 from eagle3_core.artifacts import Manifest
 from eagle3_core.config import RunConfig
 from eagle3_core.errors import LostObjectError, ObjectStoreError, StoreError
@@ -119,6 +121,11 @@ class SampleSource:
         """Bytes of a sample's states."""
         ranges = self._shard(place.shard).index.ranges(place.number)
         return ranges.aux_states.length + ranges.final_states.length
+
+    def loss_mask(self, place: SamplePlace) -> np.ndarray:
+        """[S] bool, a sample's loss mask; from memory."""
+        shard = self._shard(place.shard)
+        return np.frombuffer(shard.part(shard.index.ranges(place.number).loss_mask), np.uint8) != 0
 
     def sample(self, place: SamplePlace) -> CapturedSample:
         """One sample, proven by its hash.

@@ -23,7 +23,9 @@ from eagle3_core.serving.acceptance import TargetPass
 from eagle3_core.target.weights import FinalHead
 from eagle3_core.training.loader import PackReader, ReadAhead, plan_in_order
 from eagle3_core.training.loss import LossParts, Teacher, pack_loss, step_weights
+from eagle3_core.training.ranks import Ranks
 from eagle3_core.training.replay import replay_figures, replay_passes
+from eagle3_core.training.sharing import share_packs
 from eagle3_core.training.ttt import Pack, ttt_forward
 
 if TYPE_CHECKING:
@@ -72,17 +74,30 @@ class _Answer:
 class HeldoutEvaluator:
     """Evaluates a draft on the held-out split; what belongs to the target is computed once.
 
+    Ranks share the packs, and all get the same evaluation.
+
     Args:
         reader: packs of the held-out split, planned for `steps_to_unroll(config)` steps.
         config: of the run.
         benchmark_keys: samples that the benchmark decodes.
         head: the target's norm and full LM head.
+        ranks: that share the packs.
     """
 
     def __init__(
-        self, reader: PackReader, config: RunConfig, benchmark_keys: Sequence[str], head: FinalHead
+        self,
+        reader: PackReader,
+        config: RunConfig,
+        benchmark_keys: Sequence[str],
+        head: FinalHead,
+        ranks: Ranks | None = None,
     ) -> None:
-        self._plan = plan_in_order([sample.num_tokens for sample in reader.samples], config.train.pack_tokens)
+        self._ranks = ranks or Ranks()
+        lengths = [sample.num_tokens for sample in reader.samples]
+        packs = plan_in_order(lengths, config.train.pack_tokens)
+        sizes = [sum(lengths[index] for index in members) for members in packs]
+        mine = share_packs(sizes, self._ranks.size)[self._ranks.rank]
+        self._plan = [packs[number] for number in mine]
         self._reader, self._config, self._head = reader, config, head
         self._benchmark_keys = tuple(benchmark_keys)
         self._argmax: dict[int, Tensor] = {}
@@ -110,6 +125,7 @@ class HeldoutEvaluator:
                     self._argmax[number] = self._full_argmax(pack.final_states)
             tally.add(pack, parts, choices, self._argmax[number])
             answers |= self._answers(pack, choices, members)
+        tally, answers = self._of_all_ranks(tally, answers)
         depth, limit = self._config.benchmark.num_speculative_tokens, self._config.benchmark.max_tokens
         whole = [answer.passes() for answer in answers.values()]
         chosen = [answers[key].passes(limit) for key in self._benchmark_keys]
@@ -121,8 +137,17 @@ class HeldoutEvaluator:
             rates=tally.rates(),
         )
 
+    def _of_all_ranks(self, tally: _Tally, answers: dict[str, _Answer]) -> tuple[_Tally, dict[str, _Answer]]:
+        """The sums over all ranks, and all answers in the order of samples."""
+        whole = _Tally(self._reader.num_steps)
+        found: dict[str, _Answer] = {}
+        for other, others in self._ranks.all((tally, answers)):
+            whole.join(other)
+            found |= others
+        return whole, {sample.key: found[sample.key] for sample in self._reader.samples}
+
     def _packs(self) -> Iterator[Pack]:
-        with ReadAhead(self._reader, self._plan) as packs:
+        with ReadAhead(self._reader.packs(self._plan)) as packs:
             yield from packs
 
     def _full_argmax(self, final_states: Tensor) -> Tensor:
@@ -171,6 +196,11 @@ class _Tally:
             self.hits[step] += right.sum()
             self.possible[step] += before.sum()
             self.agreed[step] += alive.sum()
+
+    def join(self, other: _Tally) -> None:
+        """Add what another rank has counted."""
+        for name in vars(self):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
 
     def loss(self, num_steps: int, decay: float) -> float:
         """sum_k decay^k * S_k / n_k over the trained steps."""

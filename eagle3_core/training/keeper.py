@@ -110,6 +110,7 @@ class Keeper:
     def load_best(self) -> None:
         """Give the parameters the weights of the best evaluation."""
         self._saver.wait()
+        self._agree(True)  # the others read what the first rank has written
         restore_parameters(self._parameters, self._folder.load_weights(self.history.best_files(1)[0]))
 
     @property

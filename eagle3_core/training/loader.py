@@ -14,9 +14,11 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import tee
 from types import TracebackType
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -30,6 +32,7 @@ from eagle3_core.store.shards import CapturedSample
 from eagle3_core.training.rows import plan_rows
 from eagle3_core.training.ttt import Pack
 
+Item = TypeVar("Item")
 READ_AHEAD_PACKS = 2
 LEAVING_SECONDS = 10.0
 OPEN_PACKS = 8
@@ -176,12 +179,17 @@ class PackReader:
         """
         return next(self.packs([members]))
 
-    def packs(self, plan: Sequence[Sequence[int]]) -> Iterator[Pack]:
+    def packs(self, plan: Iterable[Sequence[int]]) -> Iterator[Pack]:
         """The planned packs in order; their samples are read ahead. Raises as `pack`."""
-        places = (self.samples[index].place for members in plan for index in members)
+        for_samples, here = tee(plan)
+        places = (self.samples[index].place for members in for_samples for index in members)
         with self.source.ahead(places) as samples:
-            for members in plan:
+            for members in here:
                 yield build_pack([next(samples) for _ in members], self.num_steps)
+
+    def loss_mask(self, index: int) -> np.ndarray:
+        """[S] bool, of one sample; from memory."""
+        return self.source.loss_mask(self.samples[index].place)
 
 
 def build_pack(samples: Sequence[CapturedSample], num_steps: int) -> Pack:
@@ -217,23 +225,26 @@ def _label_states(sample: CapturedSample) -> Tensor:
     return sample.final_states[places]
 
 
-class ReadAhead:
+class ReadAhead(Generic[Item]):
     """Iterates over packs that a thread reads ahead; use as a context manager.
+
+    Args:
+        items: packs, or what holds one each; taken in the thread.
 
     Attributes:
         waited_seconds: time that the consumer has waited for packs.
     """
 
-    def __init__(self, reader: PackReader, plan: Sequence[Sequence[int]]) -> None:
-        self._reader, self._plan = reader, plan
-        self._queue: queue.Queue[Pack | BaseException | None] = queue.Queue(READ_AHEAD_PACKS)
+    def __init__(self, items: Iterator[Item]) -> None:
+        self._items = items
+        self._queue: queue.Queue[Item | BaseException | None] = queue.Queue(READ_AHEAD_PACKS)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work, name="pack-reader", daemon=True)
         self.waited_seconds = 0.0
 
-    def __enter__(self) -> Iterator[Pack]:
+    def __enter__(self) -> Iterator[Item]:
         self._thread.start()
-        return self._packs()
+        return self._taken()
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
@@ -241,13 +252,13 @@ class ReadAhead:
         self._stop.set()
         self._thread.join(LEAVING_SECONDS)  # it may be waiting for a store that cannot be reached
 
-    def _packs(self) -> Iterator[Pack]:
+    def _taken(self) -> Iterator[Item]:
         while (item := self._next()) is not None:
             if isinstance(item, BaseException):
                 raise item
             yield item
 
-    def _next(self) -> Pack | BaseException | None:
+    def _next(self) -> Item | BaseException | None:
         started = time.monotonic()
         item = self._queue.get()
         self.waited_seconds += time.monotonic() - started
@@ -255,14 +266,14 @@ class ReadAhead:
 
     def _work(self) -> None:
         try:
-            for pack in self._reader.packs(self._plan):
-                if not self._put(pack):
+            for item in self._items:
+                if not self._put(item):
                     return
             self._put(None)
         except BaseException as error:
             self._put(error)
 
-    def _put(self, item: Pack | BaseException | None) -> bool:
+    def _put(self, item: Item | BaseException | None) -> bool:
         """Hand over an item; False if nobody waits for it any more."""
         while not self._stop.is_set():
             try:

@@ -1,15 +1,19 @@
 """The training loop: fixed packs by seed and epoch, exact resume, the best weights by held-out acceptance.
 
-An optimizer step is one pack. The state of a run is the weights, the optimizer, a small `Position` and a
-`History`; the order of packs and the learning rate follow from the configuration and the step.
+An optimizer step is a fixed list of packs, shared out among ranks; each computes its packs one after the
+other. The state of a run is the weights, the optimizer, a small `Position` and a `History`, the same on all
+ranks; the order of packs and the learning rate follow from the configuration and the step.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import chain, groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,21 +22,24 @@ from eagle3_core.config import RunConfig
 from eagle3_core.contracts import EpochMetrics
 from eagle3_core.errors import TrainingError
 from eagle3_core.training.checkpoint import ResumeFolder
-from eagle3_core.training.draft import DTYPES, teacher_of, trained_parameters
+from eagle3_core.training.draft import DTYPES, teacher_of
 from eagle3_core.training.epoch_data import EpochData
 from eagle3_core.training.evaluate import Evaluation
-from eagle3_core.training.flops import DraftShape, training_flops
+from eagle3_core.training.flops import DraftShape
 from eagle3_core.training.health import judge_step, name_samples
 from eagle3_core.training.history import History
 from eagle3_core.training.keeper import Keeper
-from eagle3_core.training.loader import PackReader, ReadAhead, plan_packs
+from eagle3_core.training.loader import PackReader, ReadAhead
 from eagle3_core.training.loss import LossParts, Teacher, pack_loss, step_weights
 from eagle3_core.training.meter import Meter, StepCost
 from eagle3_core.training.metrics_log import MetricsLog
 from eagle3_core.training.noise import with_noise
 from eagle3_core.training.optimizers import Optimizers
+from eagle3_core.training.ranks import Ranks
 from eagle3_core.training.schedule import learning_rate
+from eagle3_core.training.steps import StepPart, StepPlan, StepReader, plan_steps
 from eagle3_core.training.ttt import Pack, ttt_forward
+from eagle3_core.training.weights import Weights
 
 if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel
@@ -48,23 +55,23 @@ class Position:
     """Where a run stands; part of every checkpoint.
 
     Attributes:
-        step: packs done in all epochs.
+        step: optimizer steps done in all epochs.
         epoch: current epoch, from 0.
-        pack: packs done in this epoch.
+        epoch_step: optimizer steps done in this epoch.
         loss_sums, loss_rows: S_k and n_k of this epoch so far.
         seconds: time spent in this epoch, in all attempts.
     """
 
     step: int = 0
     epoch: int = 0
-    pack: int = 0
+    epoch_step: int = 0
     loss_sums: list[float] = field(default_factory=list)
     loss_rows: list[int] = field(default_factory=list)
     seconds: float = 0.0
 
     def start_epoch(self, epoch: int, num_steps: int) -> None:
-        """Move to the first pack of an epoch."""
-        self.epoch, self.pack, self.seconds = epoch, 0, 0.0
+        """Move to the first step of an epoch."""
+        self.epoch, self.epoch_step, self.seconds = epoch, 0, 0.0
         self.loss_sums, self.loss_rows = [0.0] * num_steps, [0] * num_steps
 
     def document(self) -> dict[str, Any]:
@@ -84,9 +91,9 @@ class Outcome:
 
 @dataclass(frozen=True)
 class _StepValues:
-    """What one optimizer step computed, before it is taken."""
+    """What one optimizer step computed on all ranks, before it is taken; `sums` are S_k."""
 
-    parts: LossParts
+    sums: list[float]
     loss: float
     norm: float
     rate: float
@@ -97,41 +104,45 @@ class Trainer:
 
     Args:
         draft: in fp32; gets the best weights at the end.
+        weights: of the draft.
         config: of the run.
         reader: packs of the training split.
         evaluate: looks at the held-out split.
         resume: where checkpoints are kept.
-        metrics: the log of steps and evaluations.
-        progress: told of every step.
+        metrics: the log of steps and evaluations; None on all ranks but the first.
+        progress: told of every step; called on the first rank alone.
+        ranks: that share each step.
     """
 
     def __init__(
         self,
         draft: Eagle3DraftModel,
+        weights: Weights,
         config: RunConfig,
         reader: PackReader,
         evaluate: Evaluate,
         resume: ResumeFolder,
-        metrics: MetricsLog,
+        metrics: MetricsLog | None,
         progress: Progress,
+        ranks: Ranks,
     ) -> None:
         train = config.train
-        self.draft, self.config, self.reader = draft, config, reader
-        self.evaluate, self.metrics, self.progress = evaluate, metrics, progress
-        self.parameters = trained_parameters(draft)
-        self.optimizers = Optimizers(self.parameters, train)
-        self.device = next(iter(self.parameters.values())).device
+        self.draft, self.weights, self.config, self.reader = draft, weights, config, reader
+        self.evaluate, self.metrics, self.progress, self.ranks = evaluate, metrics, progress, ranks
+        self.resume = resume
+        self.optimizers = Optimizers(weights.parameters, train)
+        self.device = draft.verifier_norm.weight.device
         self.teacher = teacher_of(draft, DTYPES[train.compute_dtype])
         lengths = [sample.num_tokens for sample in reader.samples]
-        self.plans = [
-            plan_packs(lengths, train.pack_tokens, train.seed, epoch) for epoch in range(train.num_epochs)
-        ]
+        self.plans = [plan_steps(lengths, train, epoch) for epoch in range(train.num_epochs)]
         self.num_steps = sum(len(plan) for plan in self.plans)
         self.position = Position()
         self.position.start_epoch(0, train.ttt_steps)
-        self.keeper = Keeper(self.parameters, self.optimizers, resume, metrics, train, self.num_steps)
-        self.meter = Meter(self.device, train.compute_dtype)
-        self._shape = DraftShape.of(draft)
+        self.keeper = Keeper(
+            weights.parameters, self.optimizers, resume, metrics, train, self.num_steps, ranks.agree_whether
+        )
+        self.meter = Meter(self.device, train.compute_dtype, ranks.size)
+        self._steps = StepReader(reader, DraftShape.of(draft), ranks.rank, ranks.size)
         self._data = EpochData(reader.source)
 
     @property
@@ -150,7 +161,9 @@ class Trainer:
         longest = sum(sample.num_tokens > self.config.train.pack_tokens for sample in self.reader.samples)
         if longest:
             logger.info("%d samples are longer than train.pack_tokens and form packs of their own", longest)
-        with self.keeper:
+        with self.keeper, contextlib.ExitStack() as stack:
+            if self.metrics is not None:
+                stack.callback(self.metrics.close)
             while self.position.epoch < self.config.train.num_epochs and not self._is_stopped():
                 self._epoch()
             self.keeper.load_best()
@@ -164,12 +177,12 @@ class Trainer:
         position = self.position
         plan = self.plans[position.epoch]
         self._data.begin_epoch()
-        ahead = ReadAhead(self.reader, plan[position.pack :])
-        with ahead as packs:
+        ahead = ReadAhead(self._steps.parts(plan, position.epoch_step))
+        with ahead as parts:
             began, waited = time.monotonic(), 0.0
-            for pack in packs:
+            for _, of_step in groupby(parts, key=lambda part: part.step.number):
+                self._step(of_step, began, partial(_waited_since, ahead, waited))
                 self._data.waited_seconds = ahead.waited_seconds
-                self._step(pack, began, ahead.waited_seconds - waited)
                 self._report()
                 if self._is_time_to_look(len(plan)):
                     self._look(is_epoch_end=False)
@@ -179,42 +192,72 @@ class Trainer:
                 began, waited = time.monotonic(), ahead.waited_seconds
         self._look(is_epoch_end=True)
 
-    def _is_time_to_look(self, num_packs: int) -> bool:
+    def _is_time_to_look(self, num_steps: int) -> bool:
         every = self.config.train.evaluate_every_steps
-        return every is not None and self.position.step % every == 0 and self.position.pack < num_packs
+        return every is not None and self.position.step % every == 0 and self.position.epoch_step < num_steps
 
-    def _step(self, pack: Pack, began: float, waited: float) -> None:
-        """One optimizer step; a pack without a loss row is counted and changes nothing."""
-        position, train = self.position, self.config.train
-        rate = learning_rate(train, position.step, self.num_steps)
-        position.step, position.pack = position.step + 1, position.pack + 1
-        if not len(pack.plan.labels):
-            self.history.num_empty_packs += 1
-            self._leave_out("no row of it carries loss", pack)
+    def _step(self, parts: Iterator[StepPart], began: float, waited: Callable[[], float]) -> None:
+        """One optimizer step; one without a loss row on any rank is counted and changes nothing.
+
+        Args:
+            parts: this rank's packs of it, one part at least.
+            began: when the step before ended.
+            waited: seconds that this rank has waited for data since then.
+        """
+        position = self.position
+        rate = learning_rate(self.config.train, position.step, self.num_steps)
+        position.step, position.epoch_step = position.step + 1, position.epoch_step + 1
+        first = next(parts)
+        plan = first.step
+        self.history.num_empty_packs += len(plan.silent)
+        if not any(plan.counts):
+            self._leave_out("no row of it carries loss", plan)
             return
-        moved = pack.to(self.device)
-        parts = self._losses(with_noise(moved, train, self.draft.hidden_size, position.epoch))
-        parts.loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), train.max_grad_norm)
-        values = _StepValues(parts, float(parts.loss.detach()), float(norm), rate)
-        is_taken = self._is_taken(values, pack)
+        self._tell_silent(plan)
+        values = self._computed(plan, (part.pack for part in chain([first], parts) if part.pack), rate)
+        is_taken = self._is_taken(values, plan)
         if is_taken:
             self.optimizers.step(rate)
         self.optimizers.zero_grad()
         if is_taken:
             elapsed = time.monotonic() - began
             position.seconds += elapsed
-            flops = training_flops(pack.plan, self._shape)
-            self._count(values, StepCost(pack.num_tokens, flops, elapsed, waited), pack)
+            self._count(values, StepCost(plan.tokens, plan.flops, elapsed, waited()), plan)
 
-    def _losses(self, pack: Pack) -> LossParts:
+    def _computed(self, plan: StepPlan, packs: Iterable[Pack], rate: float) -> _StepValues:
+        """Forward and backward passes of this rank's packs, and what all ranks found together."""
+        train = self.config.train
+        weights = step_weights(plan.counts, train.step_loss_decay)
+        sums = torch.zeros(len(weights), dtype=torch.float64, device=self.device)
+        with self.weights.whole():
+            for pack in packs:
+                moved = pack.to(self.device)
+                noisy = with_noise(moved, train, self.draft.hidden_size, self.position.epoch)
+                parts = self._losses(noisy, weights)
+                parts.loss.backward()
+                sums += parts.step_sums
+            self.weights.reduce()
+        own_norm = self.weights.clip(train.max_grad_norm)
+        # One rank's norm for all: they must judge the step alike, to the last bit.
+        *totals, norm = self.ranks.total([*sums.tolist(), own_norm if self.ranks.is_first else 0.0])
+        loss = sum(weight * total for weight, total in zip(weights, totals, strict=True))
+        return _StepValues(totals, loss, norm, rate)
+
+    def _losses(self, pack: Pack, weights: Sequence[float]) -> LossParts:
         train = self.config.train
         hidden = ttt_forward(self.draft, pack, self.teacher.head.dtype)
-        weights = step_weights(pack.plan.counts, train.step_loss_decay)
         head = self.draft.lm_head.weight if self.config.draft.train_lm_head else self.teacher.head
         return pack_loss(hidden, head, pack.final_states, self.teacher, pack.plan, weights, train.loss)
 
-    def _is_taken(self, values: _StepValues, pack: Pack) -> bool:
+    def _tell_silent(self, plan: StepPlan) -> None:
+        for keys in plan.silent:
+            logger.warning(
+                "no row of a pack of step %d carries loss; its samples are %s",
+                self.position.step,
+                name_samples(keys),
+            )
+
+    def _is_taken(self, values: _StepValues, plan: StepPlan) -> bool:
         """Whether the step is sound enough to be taken; says so where it is odd.
 
         Raises:
@@ -226,48 +269,51 @@ class Trainer:
         found = f"step {self.position.step} has loss {values.loss:g} and gradient norm {values.norm:g}"
         if verdict.action == "stop":
             raise TrainingError(
-                f"{found}: {verdict.reason}; its samples are {name_samples(pack.keys)}",
+                f"{found}: {verdict.reason}; its samples are {name_samples(plan.keys)}",
                 remedy="look at these samples' states with the verify stage, lower train.learning_rate, or "
                 "change train.on_nonfinite or train.on_spike",
             )
         if verdict.action == "skip":
             recent.num_skipped += 1
-            self._leave_out(f"{found}: {verdict.reason}", pack, loss=values.loss, grad_norm=values.norm)
+            self._leave_out(f"{found}: {verdict.reason}", plan, loss=values.loss, grad_norm=values.norm)
             return False
         if verdict.reason:
-            logger.warning("%s: %s; its samples are %s", found, verdict.reason, name_samples(pack.keys))
+            logger.warning("%s: %s; its samples are %s", found, verdict.reason, name_samples(plan.keys))
         recent.add(values.loss, values.norm, train.spike_window_steps)
         return True
 
-    def _leave_out(self, reason: str, pack: Pack, **values: float) -> None:
+    def _leave_out(self, reason: str, plan: StepPlan, **values: float) -> None:
         """Name a step that is not taken, in the log and in the metrics."""
         step = self.position.step
-        logger.warning("left out step %d, %s; its samples are %s", step, reason, name_samples(pack.keys))
+        logger.warning("left out step %d, %s; its samples are %s", step, reason, name_samples(plan.keys))
         finite = {name: value if abs(value) < float("inf") else None for name, value in values.items()}
-        self._record("skipped", reason=reason, samples=list(pack.keys), **finite)
+        self._record("skipped", reason=reason, samples=list(plan.keys), **finite)
 
-    def _count(self, values: _StepValues, cost: StepCost, pack: Pack) -> None:
-        position, parts = self.position, values.parts
-        sums = parts.step_sums.tolist()
+    def _count(self, values: _StepValues, cost: StepCost, plan: StepPlan) -> None:
+        position, sums, counts = self.position, values.sums, plan.counts
         position.loss_sums = [a + b for a, b in zip(position.loss_sums, sums, strict=True)]
-        position.loss_rows = [a + b for a, b in zip(position.loss_rows, parts.counts, strict=True)]
+        position.loss_rows = [a + b for a, b in zip(position.loss_rows, counts, strict=True)]
         self._record(
             "step",
             loss=values.loss,
-            loss_by_step=[total / max(1, n) for total, n in zip(sums, parts.counts, strict=True)],
-            loss_rows=parts.counts,
-            tokens=pack.num_tokens,
+            loss_by_step=[total / max(1, n) for total, n in zip(sums, counts, strict=True)],
+            loss_rows=counts,
+            tokens=plan.tokens,
             grad_norm=values.norm,
             learning_rate=values.rate,
-            samples=list(pack.keys),
+            samples=list(plan.keys),
             **self.meter.add(cost),
         )
 
     def _record(self, kind: str, **fields: Any) -> None:
+        if self.metrics is None:
+            return
         where = {"step": self.position.step, "epoch": self.position.epoch, "time": round(time.time(), 3)}
         self.metrics.append([{"type": kind, **where, **fields}])
 
     def _report(self) -> None:
+        if not self.ranks.is_first:
+            return
         position, lengths = self.position, self.history.lengths
         figures: dict[str, Any] = {"loss": self._epoch_loss()}
         if lengths:
@@ -282,7 +328,7 @@ class Trainer:
         )
 
     def _epoch_loss(self) -> float:
-        """sum_k decay^k * S_k / n_k over the packs of this epoch so far."""
+        """sum_k decay^k * S_k / n_k over the steps of this epoch so far."""
         weights = step_weights(self.position.loss_rows, self.config.train.step_loss_decay)
         return sum(w * total for w, total in zip(weights, self.position.loss_sums, strict=True))
 
@@ -290,7 +336,8 @@ class Trainer:
         """Look at the held-out split, and save what was found with the weights if they are among the best."""
         position, train = self.position, self.config.train
         started = time.monotonic()
-        found = self.evaluate(self.draft, self.teacher)
+        with self.weights.whole():
+            found = self.evaluate(self.draft, self.teacher)
         position.seconds += time.monotonic() - started
         look = EpochMetrics(
             epoch=position.epoch,
@@ -325,6 +372,10 @@ class Trainer:
         self.position = Position(**position)
         logger.info("resuming from step %d of %d", self.position.step, self.num_steps)
         return self.position.step
+
+
+def _waited_since(ahead: ReadAhead[StepPart], waited: float) -> float:
+    return ahead.waited_seconds - waited
 
 
 def _log_look(look: EpochMetrics, num_epochs: int, speed: float | None) -> None:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import save
+from torch import Tensor
 
 from eagle3_core.config import RunConfig
 from eagle3_core.contracts import METRICS_FILE, Rejection, StepSpec, TrainResult
 from eagle3_core.data.vocabulary import DraftVocabulary, load_vocabulary
 from eagle3_core.errors import TrainingError
 from eagle3_core.identity import draft_vocab_size
+from eagle3_core.sections import TrainConfig
 from eagle3_core.store.dataset import Sample, benchmark_samples, read_dataset
 from eagle3_core.store.disk import make_room
 from eagle3_core.store.files import write_atomic
@@ -29,10 +33,14 @@ from eagle3_core.target.weights import FinalHead
 from eagle3_core.training.checkpoint import ResumeFolder
 from eagle3_core.training.draft import build_draft, checkpoint_tensors, initialise, trained_parameters
 from eagle3_core.training.evaluate import Evaluation, HeldoutEvaluator, steps_to_unroll
+from eagle3_core.training.gather import gather
+from eagle3_core.training.launch import num_ranks, run_ranks
 from eagle3_core.training.loader import PackReader, SampleIndex, index_samples
-from eagle3_core.training.loop import Outcome, Trainer
+from eagle3_core.training.loop import Evaluate, Outcome, Trainer
 from eagle3_core.training.metrics_log import MetricsLog
+from eagle3_core.training.ranks import Ranks
 from eagle3_core.training.tensorboard import EventFiles, event_files
+from eagle3_core.training.weights import Mode, choose_mode, hold_weights
 
 if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel
@@ -49,16 +57,73 @@ INITIAL_TOKENS = 8192
 
 
 def run(spec: StepSpec, progress: Progress) -> TrainResult:
-    """Train a draft on a capture, or go on where an interrupted run stopped.
+    """Train a draft on a capture, or go on where an interrupted run stopped; on all GPUs that can share it.
 
     Inputs are capture, vocabulary, dataset and, if there is one, verification; the output is the checkpoint.
 
     Raises:
-        TrainingError: inputs that do not fit the configuration, an empty split, or a loss that is not finite.
+        TrainingError: inputs that do not fit the configuration, an empty split, a loss that is not finite, or
+            a rank that failed or was killed.
         StoreError: an input is missing, or somebody else writes the checkpoint.
+    """
+    count = num_ranks(spec.config)
+    if count > 1:
+        return run_ranks(spec, progress, count)
+    return train_rank(spec, progress, Ranks())
+
+
+def train_rank(spec: StepSpec, progress: Progress, ranks: Ranks) -> TrainResult:
+    """Train as one of several ranks, or alone; see `run`. All ranks return the same but for speed.
+
+    Args:
+        spec: the same on all ranks.
+        progress: called on the first rank.
+        ranks: that share training, all on one host and over one store.
     """
     started = time.monotonic()
     store = open_store(spec.config)
+    inputs = ranks.in_turn(lambda: _read_inputs(spec, store))
+    if ranks.is_first:
+        _log_skipped(inputs.index.skipped)
+    with contextlib.ExitStack() as stack:
+        plan, writer = spec.outputs["checkpoint"], None
+        if ranks.is_first:
+            writer = stack.enter_context(store.writer(plan, spec.run_id))
+        is_complete = ranks.agree_whether(writer is not None and writer.is_complete)
+        if is_complete:
+            return TrainResult.model_validate(store.read(plan.ref).facts["result"])
+        draft, trainer = _trainer(spec, inputs, store.folder(plan.ref), writer, progress, ranks)
+        logger.info(
+            "training %s parameters on %d samples, %d held out, %d steps, %d ranks; ready after %.1f s",
+            f"{sum(p.numel() for p in trainer.weights.parameters.values()):,}",
+            len(inputs.index.splits["train"]),
+            len(inputs.index.splits["heldout"]),
+            trainer.num_steps,
+            ranks.size,
+            time.monotonic() - started,
+        )
+        outcome = trainer.run()
+        result = _result(draft, spec.config, outcome, inputs.index)
+        tensors = gather(checkpoint_tensors(draft))
+        ranks.wait()  # nobody needs the resumable checkpoints any more
+        if writer is not None:
+            _complete(writer, draft, tensors, result, time.monotonic() - started)
+            trainer.resume.remove(keep=[one.file for one in result.kept])
+    return result
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """What training reads, found to fit."""
+
+    target: TargetInfo
+    samples: list[Sample]
+    vocabulary: DraftVocabulary
+    source: SampleSource
+    index: SampleIndex
+
+
+def _read_inputs(spec: StepSpec, store: LocalStore) -> _Inputs:
     target = inspect_target(Path(spec.target_path))
     capture = store.read(spec.inputs["capture"])
     samples = read_dataset(store.fetch(spec.inputs["dataset"]))
@@ -66,41 +131,38 @@ def run(spec: StepSpec, progress: Progress) -> TrainResult:
     source = open_samples(spec.config, store, capture)
     check_inputs(spec.config, target, samples, vocabulary, source)
     index = index_samples(samples, source, _bad_samples(store, spec))
-    _log_skipped(index.skipped)
-    with store.writer(spec.outputs["checkpoint"], spec.run_id) as writer:
-        if writer.is_complete:
-            return TrainResult.model_validate(writer.facts["result"])
-        keep_last = spec.config.train.keep_last
-        resume = ResumeFolder(writer.folder, spec.outputs["checkpoint"], writer.save_progress, keep_last)
-        metrics = MetricsLog(writer.folder, _event_files(spec))
-        reader = PackReader(source, index.splits["train"], spec.config.train.ttt_steps)
-        draft = build_draft(spec.config, target, vocabulary)
-        first = reader.pack(_first_samples(reader))
-        initialise(draft, first.aux_states, spec.config.train.seed)
-        draft.to(spec.config.engine.device)
-        trainer = Trainer(
-            draft,
-            spec.config,
-            reader,
-            _evaluation(spec.config, target, samples, index, source, vocabulary, draft),
-            resume,
-            metrics,
-            progress,
-        )
-        logger.info(
-            "training %s parameters on %d samples, %d held out, %d steps; ready after %.1f s",
-            f"{sum(p.numel() for p in trainer.parameters.values()):,}",
-            len(index.splits["train"]),
-            len(index.splits["heldout"]),
-            trainer.num_steps,
-            time.monotonic() - started,
-        )
-        outcome = trainer.run()
-        metrics.close()
-        result = _result(draft, spec.config, outcome, index)
-        _complete(writer, draft, result, time.monotonic() - started)
-        resume.remove(keep=[one.file for one in result.kept])
-    return result
+    return _Inputs(target, samples, vocabulary, source, index)
+
+
+def _trainer(
+    spec: StepSpec,
+    inputs: _Inputs,
+    folder: Path,
+    writer: ArtifactWriter | None,
+    progress: Progress,
+    ranks: Ranks,
+) -> tuple[Eagle3DraftModel, Trainer]:
+    """A new draft, its weights on all ranks, and what trains them."""
+    config, plan = spec.config, spec.outputs["checkpoint"]
+    reader = PackReader(inputs.source, inputs.index.splits["train"], config.train.ttt_steps)
+    draft = build_draft(config, inputs.target, inputs.vocabulary)
+    first = reader.pack(_first_samples(reader))
+    initialise(draft, first.aux_states, config.train.seed)
+    draft.to(config.engine.device)
+    evaluate = _evaluation(config, inputs, draft, ranks)
+    weights = hold_weights(draft, ranks, _mode(config.train, draft), draft.device)
+    on_saved = writer.save_progress if writer is not None else None
+    resume = ResumeFolder(folder, plan, on_saved, config.train.keep_last)
+    metrics = MetricsLog(folder, _event_files(spec)) if writer is not None else None
+    return draft, Trainer(draft, weights, config, reader, evaluate, resume, metrics, progress, ranks)
+
+
+def _mode(train: TrainConfig, draft: Eagle3DraftModel) -> Mode:
+    """How several ranks hold the weights."""
+    device = draft.device
+    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    num_parameters = sum(parameter.numel() for parameter in trained_parameters(draft).values())
+    return choose_mode(train, num_parameters, memory)
 
 
 def check_inputs(
@@ -168,26 +230,19 @@ def _log_skipped(skipped: Sequence[Rejection]) -> None:
         logger.warning("leaving out sample %s: %s", rejection.key, rejection.reason)
 
 
-def _evaluation(
-    config: RunConfig,
-    target: TargetInfo,
-    samples: Sequence[Sample],
-    index: SampleIndex,
-    source: SampleSource,
-    vocabulary: DraftVocabulary,
-    draft: Eagle3DraftModel,
-) -> Any:
+def _evaluation(config: RunConfig, inputs: _Inputs, draft: Eagle3DraftModel, ranks: Ranks) -> Evaluate:
     """The function that looks at the held-out split."""
-    device = draft.device
-    usable = {sample.key for sample in index.splits["heldout"]}
-    chosen = [sample.key for sample in benchmark_samples(samples, config.benchmark.num_prompts)]
+    device, heldout = draft.device, inputs.index.splits["heldout"]
+    usable = {sample.key for sample in heldout}
+    chosen = [sample.key for sample in benchmark_samples(inputs.samples, config.benchmark.num_prompts)]
     evaluator = HeldoutEvaluator(
-        PackReader(source, index.splits["heldout"], steps_to_unroll(config)),
+        PackReader(inputs.source, heldout, steps_to_unroll(config)),
         config,
         [key for key in chosen if key in usable],
-        FinalHead(target, device),
+        FinalHead(inputs.target, device),
+        ranks,
     )
-    target_ids = torch.from_numpy(vocabulary.draft_to_target).to(device)
+    target_ids = torch.from_numpy(inputs.vocabulary.draft_to_target).to(device)
 
     def evaluate(model: Eagle3DraftModel, teacher: Teacher) -> Evaluation:
         return evaluator.evaluate(model, teacher, target_ids)
@@ -226,10 +281,16 @@ def _result(draft: Eagle3DraftModel, config: RunConfig, outcome: Outcome, index:
     )
 
 
-def _complete(writer: ArtifactWriter, draft: Eagle3DraftModel, result: TrainResult, seconds: float) -> None:
+def _complete(
+    writer: ArtifactWriter,
+    draft: Eagle3DraftModel,
+    tensors: dict[str, Tensor],
+    result: TrainResult,
+    seconds: float,
+) -> None:
     """Write the finished draft and mark the artifact complete, which also removes the resume files."""
     weights, config = writer.folder / WEIGHTS_FILE, writer.folder / CONFIG_FILE
-    content = save(checkpoint_tensors(draft), metadata={"format": "pt"})
+    content = save(tensors, metadata={"format": "pt"})
     make_room(writer.folder, len(content), weights.name)
     write_atomic(weights, content)
     write_atomic(config, json.dumps(draft.config.to_dict(), indent=1, default=str))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from eagle3_core.config import PROJECT_ROOT
 from eagle3_core.contracts import StepSpec
@@ -34,6 +38,17 @@ def progress(done, *rest, **more):
         os.kill(os.getpid(), signal.SIGKILL)
 train.run(spec, progress)
 """
+
+
+KILLED_WITH_RANKS = """
+import sys
+from pathlib import Path
+from eagle3_core.contracts import StepSpec
+from eagle3_core.training import launch, train
+launch.RANK_MODULE = "tests.training.odd_rank"
+train.run(StepSpec.model_validate_json(Path(sys.argv[1]).read_text()), lambda *some, **more: None)
+"""
+LEAVING_SECONDS = 20.0
 
 
 class Quiet:
@@ -75,3 +90,31 @@ def run_killed(spec: StepSpec, step: int, root: Path) -> None:
     )
     assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()[-2000:]
     assert (folder_of(spec) / "resume.json").is_file()
+
+
+def run_killed_with_ranks(spec: StepSpec, step: int, root: Path) -> None:
+    """Train with ranks, and kill the process that started them after this step; they end themselves."""
+    (root / "spec.json").write_text(spec.model_dump_json())
+    marks = {"PYTHONPATH": str(PROJECT_ROOT), "OMP_NUM_THREADS": "1", "ODD_RANK": f"0 {step + 1} kill_step"}
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED_WITH_RANKS, str(root / "spec.json")],
+        cwd=PROJECT_ROOT,
+        env=os.environ | marks | {"ODD_ROOT": str(root), "ODD_STAMP": str(root / "stamp")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stdout.decode()[-2000:]
+    assert (folder_of(spec) / "resume.json").is_file()
+    deadline = time.monotonic() + LEAVING_SECONDS
+    while (left := _ranks_of(root)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert left == []
+
+
+def _ranks_of(root: Path) -> list[int]:
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.environ().get("ODD_ROOT") == str(root) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+    return found

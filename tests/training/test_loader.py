@@ -116,10 +116,10 @@ def test_reading_ahead_gives_the_planned_packs_and_passes_errors_on(
     index = index_samples(samples, source, {})
     reader = PackReader(source, index.splits["train"], num_steps=3)
     plan = plan_packs([sample.num_tokens for sample in reader.samples], 64, 0, 0)
-    with ReadAhead(reader, plan) as packs:
+    with ReadAhead(reader.packs(plan)) as packs:
         keys = [pack.keys for pack in packs]
     assert keys == [tuple(reader.samples[index].key for index in members) for members in plan]
-    with pytest.raises(IndexError), ReadAhead(reader, [[10_000]]) as packs:
+    with pytest.raises(IndexError), ReadAhead(reader.packs([[10_000]])) as packs:
         next(packs)
-    with ReadAhead(reader, plan) as packs:  # a consumer that leaves early leaves no thread behind
+    with ReadAhead(reader.packs(plan)) as packs:  # a consumer that leaves early leaves no thread behind
         next(packs)

@@ -17,7 +17,15 @@ from eagle3_core.target.info import TargetInfo
 from eagle3_core.training import train
 from eagle3_core.training.checkpoint import ResumeFolder
 from tests.training.examples import make_samples
-from tests.training.runs import SAVE_ALWAYS, Quiet, folder_of, records_of, run_killed, spec_of
+from tests.training.runs import (
+    SAVE_ALWAYS,
+    Quiet,
+    folder_of,
+    records_of,
+    run_killed,
+    run_killed_with_ranks,
+    spec_of,
+)
 
 pytestmark = pytest.mark.engine
 NUM_STEPS = 20
@@ -81,6 +89,44 @@ def test_killed_at_7_and_in_the_second_epoch_and_resumed_equals_20_steps_straigh
     wanted = [look.model_dump(exclude={"seconds"}) for look in straight[1].evaluations]
     assert looks == wanted
     assert result.kept == straight[1].kept
+
+
+def with_ranks(spec: StepSpec, num_ranks: int, mode: str) -> StepSpec:
+    """The same training on another number of ranks."""
+    train_section = spec.config.train.model_copy(update={"num_ranks": num_ranks, "parallel": mode})
+    return spec.model_copy(update={"config": spec.config.model_copy(update={"train": train_section})})
+
+
+@pytest.fixture(scope="module")
+def two_ranks_killed_at_seven(tmp_path_factory: pytest.TempPathFactory, tiny_target: TargetInfo) -> StepSpec:
+    root = tmp_path_factory.mktemp("two-killed")
+    spec = with_ranks(twenty_steps(root, tiny_target, packs_per_step=2, num_epochs=4), 2, "ddp")
+    run_killed_with_ranks(spec, 7, root)
+    return spec
+
+
+@pytest.fixture(scope="module")
+def straight_in_pairs(tmp_path_factory: pytest.TempPathFactory, tiny_target: TargetInfo) -> StepSpec:
+    root = tmp_path_factory.mktemp("pairs")
+    spec = twenty_steps(root, tiny_target, packs_per_step=2, num_epochs=4)
+    train.run(spec, Quiet())  # type: ignore[arg-type]
+    return spec
+
+
+@pytest.mark.parametrize(("num_ranks", "mode"), [(2, "ddp"), (2, "fsdp2"), (1, "auto")])
+def test_two_ranks_killed_at_7_and_resumed_on_two_or_one_equal_20_steps_straight(
+    num_ranks: int,
+    mode: str,
+    straight_in_pairs: StepSpec,
+    two_ranks_killed_at_seven: StepSpec,
+    tmp_path: Path,
+) -> None:
+    spec = with_ranks(copied(two_ranks_killed_at_seven, tmp_path), num_ranks, mode)
+    result = train.run(spec, Quiet())  # type: ignore[arg-type]
+    assert result.resumed_from_step is not None
+    assert 1 <= result.resumed_from_step <= 7
+    assert result.num_steps == NUM_STEPS
+    expect_equal(spec, straight_in_pairs)
 
 
 @pytest.mark.parametrize("part", ["num_steps", "position", "optimizer", "random", "history"])

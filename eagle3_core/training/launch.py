@@ -1,0 +1,260 @@
+"""Starts the ranks of a training and watches them: one that ends badly ends all, and none is left behind."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic import ValidationError
+from torch.distributed import TCPStore
+
+from eagle3_core import errors
+from eagle3_core.capture.replica import visible_devices
+from eagle3_core.config import PROJECT_ROOT, RunConfig
+from eagle3_core.contracts import ProgressEvent, StepFailure, StepOutcome, StepSpec, TrainResult
+from eagle3_core.errors import Eagle3Error, StepError, TrainingError
+from eagle3_core.host.lines import parse_line
+from eagle3_core.host.process import Supervisor, describe_status
+from eagle3_core.host.process_tree import STEP_VARIABLE, step_variable
+from eagle3_core.store.files import write_atomic
+
+if TYPE_CHECKING:
+    from eagle3_core.step import Progress
+
+logger = logging.getLogger(__name__)
+RANK_MODULE = "eagle3_core.training.rank"
+HOST = "127.0.0.1"
+TAIL_LINES = 20
+
+
+def num_ranks(config: RunConfig) -> int:
+    """How many ranks train: `train.num_ranks`, else one for each visible GPU that can have a pack.
+
+    Raises:
+        TrainingError: fewer GPUs are visible than the configuration names ranks.
+    """
+    train = config.train
+    if config.engine.device == "cpu":
+        return train.num_ranks or 1
+    num_devices = len(visible_devices())
+    if train.num_ranks is not None and train.num_ranks > num_devices:
+        raise TrainingError(
+            f"train.num_ranks is {train.num_ranks}, but {num_devices} GPUs are visible",
+            expected="a GPU for each rank",
+            remedy="lower train.num_ranks, or leave it out to use the GPUs that there are",
+        )
+    if train.num_ranks is None and num_devices > train.packs_per_step:
+        logger.warning(
+            "training uses %d of %d GPUs: an optimizer step has that many packs (train.packs_per_step)",
+            train.packs_per_step,
+            num_devices,
+        )
+    return train.num_ranks or max(1, min(num_devices, train.packs_per_step))
+
+
+def rank_variables(config: RunConfig, count: int) -> list[dict[str, str]]:
+    """Environment variables of each rank: its GPU, or its share of the processors."""
+    if config.engine.device == "cpu":
+        threads = max(1, len(os.sched_getaffinity(0)) // count)
+        return [{"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}] * count
+    return [{"CUDA_VISIBLE_DEVICES": device} for device in visible_devices()[:count]]
+
+
+def run_ranks(spec: StepSpec, progress: Progress, count: int) -> TrainResult:
+    """Train with several ranks in processes of their own; all are gone when it returns.
+
+    Args:
+        spec: of the step.
+        progress: told what the first rank reports.
+        count: number of ranks.
+
+    Raises:
+        TrainingError: a rank failed or was killed; names it, and its last line.
+        Eagle3Error: what a rank found wrong, as it would be raised without ranks.
+    """
+    # The store lives here: ranks meet in it, and none of them is left waiting for a first rank that died.
+    store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory(prefix="eagle3-ranks-") as name:
+        folder = Path(name)
+        write_atomic(folder / "spec.json", spec.model_dump_json())
+        meeting = {
+            "MASTER_ADDR": HOST,
+            "MASTER_PORT": str(store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "WORLD_SIZE": str(count),
+            "LOCAL_WORLD_SIZE": str(count),
+            "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+        }
+        variables = rank_variables(spec.config, count)
+        group = _Group(progress)
+        try:
+            for rank in range(count):
+                group.start(rank, folder, meeting | variables[rank])
+            group.watch()
+        finally:
+            group.end()
+        return group.result()
+
+
+class _Rank(threading.Thread):
+    """A rank's process; the thread passes on its lines, and its status when it has ended.
+
+    Attributes:
+        status: exit status; None while it runs.
+        ended_at: when its output ended, which is when it ended.
+        tail: its last lines.
+    """
+
+    def __init__(
+        self, rank: int, folder: Path, variables: Mapping[str, str], events: queue.SimpleQueue[_Event]
+    ) -> None:
+        super().__init__(name=f"rank-{rank}", daemon=True)
+        self.rank, self._events = rank, events
+        self._outcome = folder / f"outcome-{rank}.json"
+        self.status: int | None = None
+        self.ended_at = float("inf")
+        self.tail: deque[str] = deque(maxlen=TAIL_LINES)
+        token = uuid.uuid4().hex
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), STEP_VARIABLE: step_variable(token)}
+        process = subprocess.Popen(
+            [sys.executable, "-m", RANK_MODULE, str(folder / "spec.json"), str(self._outcome)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=os.environ | variables | own,
+            cwd=PROJECT_ROOT,
+        )
+        self.supervisor = Supervisor(process, token)
+
+    def run(self) -> None:
+        for line in self.supervisor.lines(None, None):
+            self._events.put((self, line))
+        self.ended_at = time.monotonic()
+        self.status = self.supervisor.end()
+        self._events.put((self, None))
+
+    def outcome(self) -> StepOutcome | None:
+        """What it left; None if it had no time to."""
+        try:
+            return StepOutcome.model_validate_json(self._outcome.read_bytes())
+        except (OSError, ValidationError):
+            return None
+
+
+_Event = tuple[_Rank, str | None]
+
+
+class _Group:
+    """All ranks of a training.
+
+    Args:
+        progress: told what the first rank reports.
+    """
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._ranks: list[_Rank] = []
+        self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
+        self._is_paused = False
+
+    def start(self, rank: int, folder: Path, variables: Mapping[str, str]) -> None:
+        """Start a rank."""
+        self._ranks.append(_Rank(rank, folder, variables, self._events))
+        self._ranks[-1].start()
+
+    def watch(self) -> None:
+        """Pass lines on until all ranks have ended well or one has not."""
+        num_running = len(self._ranks)
+        while num_running:
+            rank, line = self._events.get()
+            if line is not None:
+                self._pass_on(rank, line)
+                continue
+            num_running -= 1
+            if rank.status != 0:
+                return
+
+    def end(self) -> None:
+        """End what still runs, and pass on what it said last."""
+        for rank in self._ranks:
+            if rank.status is None:
+                rank.supervisor.end(interrupted=True)
+        for rank in self._ranks:
+            rank.join()
+        while not self._events.empty():
+            rank, line = self._events.get()
+            if line is not None:
+                self._pass_on(rank, line)
+
+    def result(self) -> TrainResult:
+        """What the first rank left.
+
+        Raises:
+            Eagle3Error: see `run_ranks`.
+        """
+        failed = [rank for rank in self._ranks if rank.status != 0]
+        if failed:
+            raise _error(min(failed, key=lambda rank: rank.ended_at), len(self._ranks))
+        outcome = self._ranks[0].outcome()
+        assert outcome is not None, "a rank that ended well has left its outcome"
+        return TrainResult.model_validate(outcome.result)
+
+    def _pass_on(self, rank: _Rank, line: str) -> None:
+        text, event = parse_line(line)
+        if text is not None:
+            if text.strip():
+                rank.tail.append(text)
+            print(text if rank.rank == 0 else f"[rank {rank.rank}] {text}", flush=True)
+        if event is not None:
+            self._report(event)
+
+    def _report(self, event: ProgressEvent) -> None:
+        if event.is_paused or self._is_paused:
+            self._progress.pause(event.message if event.is_paused else None)
+        self._is_paused = event.is_paused
+        if not event.is_paused:
+            self._progress(event.done, event.total, event.unit, event.message, force=True, **event.metrics)
+
+
+def _error(rank: _Rank, count: int) -> Eagle3Error:
+    """Why training ended: what the rank that ended first has to say, or how it ended."""
+    outcome = rank.outcome()
+    failure = outcome.failure if outcome is not None else None
+    if failure is not None and failure.is_user_error:
+        return _known_error(failure)
+    name = f"rank {rank.rank} of {count}"
+    if failure is not None:
+        found = f"{name} failed: {failure.message}"
+    else:
+        assert rank.status is not None
+        last = f"; its last line: {rank.tail[-1].strip()}" if rank.tail else ""
+        found = f"{name} {describe_status(rank.status)}{last}"
+    error = TrainingError(found, remedy="training goes on from its last checkpoint when it runs again")
+    error.details = {"rank": rank.rank, "status": rank.status, "last_lines": _last_lines(rank.tail, failure)}
+    return error
+
+
+def _last_lines(tail: Sequence[str], failure: StepFailure | None) -> list[str]:
+    return failure.traceback.splitlines()[-TAIL_LINES:] if failure is not None else list(tail)
+
+
+def _known_error(failure: StepFailure) -> Eagle3Error:
+    """The error as the rank raised it, of the class that decides what it means to the run."""
+    known = getattr(errors, failure.error_type, TrainingError)
+    if not issubclass(known, Eagle3Error) or issubclass(known, StepError):
+        known = TrainingError
+    error: Eagle3Error = known(failure.message)
+    error.details = dict(failure.details)
+    return error

@@ -1,0 +1,39 @@
+"""A rank that does what `ODD_RANK` says at one step: `<rank> <step> raise`, `kill` itself or `kill_step`.
+
+`kill_step` kills the process that started the ranks. It waits for a checkpoint, and then makes `ODD_STAMP`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from eagle3_core.training import rank
+from eagle3_core.training.loop import Trainer
+
+ODD, STEP, DEED = os.environ["ODD_RANK"].split()
+usual = Trainer._step
+
+
+def odd(self: Trainer, *args: Any) -> None:
+    pointer = self.resume._folder / "resume.json"
+    while self.position.step and not pointer.is_file():
+        time.sleep(0.01)
+    if os.environ["RANK"] == ODD and self.position.step + 1 == int(STEP):
+        Path(os.environ["ODD_STAMP"]).touch()
+        if DEED == "raise":
+            raise RuntimeError("this rank is odd")
+        os.kill(os.getpid() if DEED == "kill" else os.getppid(), signal.SIGKILL)
+        time.sleep(60)
+    usual(self, *args)
+
+
+if __name__ == "__main__":
+    Trainer._step = odd  # type: ignore[method-assign]
+    code = rank.main()
+    sys.stdout.flush()
+    os._exit(code)

@@ -1,0 +1,91 @@
+"""A rank that fails or is killed ends training with its name, and no process is left."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from eagle3_core.errors import ConfigError, TrainingError
+from eagle3_core.target.info import TargetInfo
+from eagle3_core.training import launch, train
+from tests.training.examples import make_config, make_samples
+from tests.training.runs import SAVE_ALWAYS, Quiet, folder_of, spec_of
+
+pytestmark = pytest.mark.engine
+SETTINGS = {"pack_tokens": 32, "packs_per_step": 2, "num_ranks": 2, "checkpoint_every_seconds": SAVE_ALWAYS}
+
+
+def ranks_left() -> list[int]:
+    """Children of this process that are ranks."""
+    children = psutil.Process().children(recursive=True)
+    return [child.pid for child in children if "odd_rank" in " ".join(child.cmdline())]
+
+
+@pytest.mark.parametrize(
+    ("deed", "message"),
+    [
+        ("raise", r"rank 1 of 2 failed: RuntimeError: this rank is odd"),
+        ("kill", r"rank 1 of 2 was killed by SIGKILL \(out of memory\?\)"),
+    ],
+)
+def test_a_rank_that_fails_or_is_killed_ends_all_and_is_named(
+    deed: str,
+    message: str,
+    tmp_path: Path,
+    tiny_target: TargetInfo,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(launch, "RANK_MODULE", "tests.training.odd_rank")
+    monkeypatch.setenv("ODD_RANK", f"1 3 {deed}")
+    monkeypatch.setenv("ODD_STAMP", str(tmp_path / "stamp"))
+    spec = spec_of(tmp_path, tiny_target, make_samples(tiny_target, 8, 3), train=SETTINGS)
+    with pytest.raises(TrainingError, match=message) as raised:
+        train.run(spec, Quiet())  # type: ignore[arg-type]
+    assert time.time() - (tmp_path / "stamp").stat().st_mtime < 30
+    assert raised.value.details["rank"] == 1
+    assert ranks_left() == []
+    assert not (folder_of(spec) / "manifest.json").exists()
+    assert (folder_of(spec) / "resume.json").is_file()
+    if deed == "raise":
+        assert "RuntimeError: this rank is odd" in raised.value.details["last_lines"][-1]
+        assert "[rank 1] RuntimeError: this rank is odd" in capfd.readouterr().out
+
+
+def test_what_all_ranks_find_wrong_is_raised_as_without_ranks(
+    tmp_path: Path, tiny_target: TargetInfo
+) -> None:
+    samples = make_samples(tiny_target, 8, 3)
+    spec = spec_of(tmp_path, tiny_target, samples, train=SETTINGS)
+    samples[0].input_ids[0] = tiny_target.vocab_size
+    other = spec_of(tmp_path / "other", tiny_target, samples, train=SETTINGS)
+    spec = spec.model_copy(update={"inputs": other.inputs, "config": other.config})
+    with pytest.raises(TrainingError, match=r"^the dataset has token id 300; expected ids below"):
+        train.run(spec, Quiet())  # type: ignore[arg-type]
+
+
+def test_more_ranks_than_packs_or_gpus_are_refused_with_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"num_ranks is 4, but packs_per_step is 2"):
+        make_config(train={"num_ranks": 4, "packs_per_step": 2})
+    with pytest.raises(ConfigError, match=r"muon steps whole matrices"):
+        make_config(train={"optimizer": "muon", "parallel": "fsdp2"})
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3")
+    config = make_config(engine={"device": "cuda"}, train={"num_ranks": 4, "packs_per_step": 8})
+    with pytest.raises(TrainingError, match=r"train.num_ranks is 4, but 2 GPUs are visible"):
+        launch.num_ranks(config)
+
+
+def test_every_gpu_that_can_have_a_pack_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3,5")
+
+    def count(**settings: int) -> int:
+        return launch.num_ranks(make_config(engine={"device": "cuda"}, train=settings))
+
+    assert [count(packs_per_step=packs) for packs in (1, 2, 8)] == [1, 2, 3]
+    assert count(packs_per_step=8, num_ranks=2) == 2
+    variables = launch.rank_variables(make_config(engine={"device": "cuda"}), 2)
+    assert variables == [{"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "3"}]
+    assert launch.num_ranks(make_config(train={"packs_per_step": 8})) == 1
