@@ -17,8 +17,9 @@ import torch
 from eagle3_core.config import RunConfig
 from eagle3_core.contracts import EpochMetrics
 from eagle3_core.errors import TrainingError
+from eagle3_core.training.agreement import Agreement
 from eagle3_core.training.checkpoint import ResumeFolder
-from eagle3_core.training.draft import DTYPES, teacher_of, trained_parameters
+from eagle3_core.training.draft import DTYPES, target_ids_of, teacher_of, trained_parameters
 from eagle3_core.training.epoch_data import EpochData
 from eagle3_core.training.evaluate import Evaluation
 from eagle3_core.training.flops import DraftShape, training_flops
@@ -131,6 +132,7 @@ class Trainer:
         self.position.start_epoch(0, train.ttt_steps)
         self.keeper = Keeper(self.parameters, self.optimizers, resume, metrics, train, self.num_steps)
         self.meter = Meter(self.device, train.compute_dtype)
+        self._target_ids = target_ids_of(draft)
         self._shape = DraftShape.of(draft)
         self._data = EpochData(reader.source)
 
@@ -259,9 +261,19 @@ class Trainer:
             tokens=pack.num_tokens,
             grad_norm=values.norm,
             learning_rate=values.rate,
+            **self._agreement(parts, pack),
             samples=list(pack.keys),
             **self.meter.add(cost),
         )
+
+    def _agreement(self, parts: LossParts, pack: Pack) -> dict[str, Any]:
+        """How often the draft chose what the target would, before this step; none without labels."""
+        if pack.argmax is None or pack.share is None:
+            return {}
+        agreement = Agreement(len(parts.counts))
+        targets = self._target_ids[torch.cat(parts.choices)].cpu().split(parts.counts)
+        agreement.add(pack.plan, targets, pack.argmax)
+        return agreement.rates().figures() | {"draft_vocabulary_share": round(float(pack.share.mean()), 4)}
 
     def _record(self, kind: str, **fields: Any) -> None:
         where = {"step": self.position.step, "epoch": self.position.epoch, "time": round(time.time(), 3)}
@@ -306,7 +318,7 @@ class Trainer:
             "evaluation",
             **look.model_dump(mode="json", exclude={"step", "epoch"}),
             heldout_loss_by_step=found.loss_by_step,
-            rates=asdict(found.rates),
+            rates=asdict(found.rates) | {"acceptance_length": found.rates.acceptance_length},
             data=self._data.figures(),
         )
         _log_look(look, train.num_epochs, self.meter.tokens_per_second)

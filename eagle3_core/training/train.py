@@ -20,6 +20,7 @@ from eagle3_core.identity import draft_vocab_size
 from eagle3_core.store.dataset import Sample, benchmark_samples, read_dataset
 from eagle3_core.store.disk import make_room
 from eagle3_core.store.files import write_atomic
+from eagle3_core.store.labels import LabelSource
 from eagle3_core.store.local import ArtifactWriter, LocalStore
 from eagle3_core.store.open import open_store
 from eagle3_core.store.samples import SampleSource, open_samples
@@ -29,6 +30,7 @@ from eagle3_core.target.weights import FinalHead
 from eagle3_core.training.checkpoint import ResumeFolder
 from eagle3_core.training.draft import build_draft, checkpoint_tensors, initialise, trained_parameters
 from eagle3_core.training.evaluate import Evaluation, HeldoutEvaluator, steps_to_unroll
+from eagle3_core.training.labels import make_labels
 from eagle3_core.training.loader import PackReader, SampleIndex, index_samples
 from eagle3_core.training.loop import Outcome, Trainer
 from eagle3_core.training.metrics_log import MetricsLog
@@ -51,7 +53,8 @@ INITIAL_TOKENS = 8192
 def run(spec: StepSpec, progress: Progress) -> TrainResult:
     """Train a draft on a capture, or go on where an interrupted run stopped.
 
-    Inputs are capture, vocabulary, dataset and, if there is one, verification; the output is the checkpoint.
+    Inputs are capture, vocabulary, dataset and, if there is one, verification; outputs are the
+    labels of the capture and the checkpoint.
 
     Raises:
         TrainingError: inputs that do not fit the configuration, an empty split, or a loss that is not finite.
@@ -73,7 +76,8 @@ def run(spec: StepSpec, progress: Progress) -> TrainResult:
         keep_last = spec.config.train.keep_last
         resume = ResumeFolder(writer.folder, spec.outputs["checkpoint"], writer.save_progress, keep_last)
         metrics = MetricsLog(writer.folder, _event_files(spec))
-        reader = PackReader(source, index.splits["train"], spec.config.train.ttt_steps)
+        labels = _labels(spec, store, target, source, vocabulary, progress)
+        reader = PackReader(source, index.splits["train"], spec.config.train.ttt_steps, labels)
         draft = build_draft(spec.config, target, vocabulary)
         first = reader.pack(_first_samples(reader))
         initialise(draft, first.aux_states, spec.config.train.seed)
@@ -82,7 +86,7 @@ def run(spec: StepSpec, progress: Progress) -> TrainResult:
             draft,
             spec.config,
             reader,
-            _evaluation(spec.config, target, samples, index, source, vocabulary, draft),
+            _evaluation(spec.config, samples, index, reader, vocabulary, draft),
             resume,
             metrics,
             progress,
@@ -144,6 +148,22 @@ def _require(what: str, found: object, expected: object) -> None:
         )
 
 
+def _labels(
+    spec: StepSpec,
+    store: LocalStore,
+    target: TargetInfo,
+    source: SampleSource,
+    vocabulary: DraftVocabulary,
+    progress: Progress,
+) -> LabelSource:
+    """The labels of the capture, made if they are not there."""
+    capture = store.read(spec.inputs["capture"])
+    return make_labels(
+        store, spec.outputs["labels"], spec.run_id, source, capture, vocabulary,
+        lambda: FinalHead(target, spec.config.engine.device), progress,
+    )  # fmt: skip
+
+
 def _bad_samples(store: LocalStore, spec: StepSpec) -> dict[str, str]:
     """Key and problem of samples that verification found bad."""
     if "verification" not in spec.inputs:
@@ -170,10 +190,9 @@ def _log_skipped(skipped: Sequence[Rejection]) -> None:
 
 def _evaluation(
     config: RunConfig,
-    target: TargetInfo,
     samples: Sequence[Sample],
     index: SampleIndex,
-    source: SampleSource,
+    training: PackReader,
     vocabulary: DraftVocabulary,
     draft: Eagle3DraftModel,
 ) -> Any:
@@ -182,10 +201,9 @@ def _evaluation(
     usable = {sample.key for sample in index.splits["heldout"]}
     chosen = [sample.key for sample in benchmark_samples(samples, config.benchmark.num_prompts)]
     evaluator = HeldoutEvaluator(
-        PackReader(source, index.splits["heldout"], steps_to_unroll(config)),
+        PackReader(training.source, index.splits["heldout"], steps_to_unroll(config), training.labels),
         config,
         [key for key in chosen if key in usable],
-        FinalHead(target, device),
     )
     target_ids = torch.from_numpy(vocabulary.draft_to_target).to(device)
 

@@ -56,7 +56,7 @@ def test_training_on_fixed_states_changes_only_with_its_step_version(
 ) -> None:
     """Golden output: when this fails and the change is meant, raise `STEP_VERSION["checkpoint"]` too."""
     losses = [epoch.train_loss for epoch in trained[1].epochs] + [trained[1].epochs[-1].heldout_loss]
-    assert STEP_VERSION["checkpoint"] == 2
+    assert STEP_VERSION["checkpoint"] == 3
     assert losses == pytest.approx([1.22491, 1.17667, 1.26388], rel=1e-3)
 
 
@@ -216,3 +216,16 @@ def test_a_new_draft_is_scaled_on_few_samples_and_few_tokens() -> None:
     assert chosen(*[10] * 40) == list(range(16))
     assert chosen(5000, 3000, 300, 10) == [0, 1]
     assert chosen(30_000, 10) == [0]
+
+
+def test_every_step_says_how_often_the_draft_agrees_with_the_targets_own_choice(
+    trained: tuple[StepSpec, TrainResult],
+) -> None:
+    for record in records_of(trained[0], "step"):
+        rates, chained = record["unconditional"], record["conditional"]
+        assert len(rates) == len(chained) == trained[0].config.train.ttt_steps
+        assert rates[0] == chained[0]
+        assert all(0 <= rate <= 1 for rate in rates)
+        gained = np.cumprod([rate or 0.0 for rate in chained]).sum()
+        assert record["acceptance_length"] == pytest.approx(1 + gained, abs=1e-3)
+        assert 0 < record["draft_vocabulary_share"] < 1
