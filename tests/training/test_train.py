@@ -23,6 +23,7 @@ from eagle3_core.store.samples import SampleSource
 from eagle3_core.target.info import TargetInfo
 from eagle3_core.training import train
 from eagle3_core.training.draft import build_draft
+from tests.tiny import make_tiny_target
 from tests.training.examples import make_samples
 from tests.training.runs import Quiet, folder_of, records_of, spec_of
 
@@ -179,6 +180,27 @@ def test_a_vocabulary_of_another_size_is_refused_with_both(trained: tuple[StepSp
     spec = _with(trained[0], draft={"vocab_size": 32})
     with pytest.raises(TrainingError, match=r"\(64, 300\); expected \(32, 300\)"):
         train.run(spec, Quiet())  # type: ignore[arg-type]
+
+
+def test_a_capture_of_another_hidden_size_is_refused_with_both_before_anything_is_written(
+    tmp_path: Path, tiny_target: TargetInfo
+) -> None:
+    spec = spec_of(tmp_path / "store", tiny_target)
+    wide = make_tiny_target(tmp_path / "wide", num_layers=tiny_target.num_layers, hidden_size=128)
+    spec = spec.model_copy(update={"target_path": str(wide)})
+    with pytest.raises(TrainingError, match=r"the hidden size of .*shard-00000.*: 64; expected 128 by the"):
+        train.run(spec, Quiet())  # type: ignore[arg-type]
+    assert not folder_of(spec).exists()
+
+
+@pytest.mark.parametrize(("num_train", "num_heldout", "empty"), [(0, 4, "train"), (4, 0, "heldout")])
+def test_an_empty_split_is_refused_before_anything_is_written(
+    num_train: int, num_heldout: int, empty: str, tmp_path: Path, tiny_target: TargetInfo
+) -> None:
+    spec = spec_of(tmp_path, tiny_target, make_samples(tiny_target, num_train, num_heldout))
+    with pytest.raises(TrainingError, match=rf"the {empty} split has no sample .* split has 4"):
+        train.run(spec, Quiet())  # type: ignore[arg-type]
+    assert not folder_of(spec).exists()
 
 
 def test_replay_may_draft_deeper_than_training(tmp_path: Path, tiny_target: TargetInfo) -> None:
