@@ -9,16 +9,20 @@ import numpy as np
 import pytest
 import torch
 
+from eagle3_core.config import ObjectRoot
 from eagle3_core.contracts import StepSpec
 from eagle3_core.data.vocabulary import load_vocabulary
 from eagle3_core.errors import StoreError, TrainingError
+from eagle3_core.sections import ObjectStoreConfig
 from eagle3_core.store.labels import LabelSource
 from eagle3_core.store.local import LocalStore
+from eagle3_core.store.remote import RemoteStore
 from eagle3_core.store.samples import SamplePlace, SampleSource
 from eagle3_core.target.info import TargetInfo
 from eagle3_core.target.weights import FinalHead
 from eagle3_core.training.labels import LabelMaker, make_labels
 from eagle3_core.training.loader import PackReader, StoredSample, build_pack, label_states
+from tests.doubles.s3 import BUCKET, running_s3
 from tests.training.examples import make_vocabulary, random_sample
 from tests.training.runs import Quiet, spec_of
 
@@ -125,6 +129,37 @@ def test_only_the_labels_of_a_shard_that_was_made_again_are_made_again(
     again = {path.name: path.stat().st_mtime_ns for path in folder.glob("*.safetensors")}
     assert [name for name in made_at if made_at[name] != again[name]] == ["shard-00001.safetensors"]
     assert store.read(spec.outputs["labels"].ref).state == "complete"
+
+
+def test_labels_in_a_bucket_are_read_from_it_and_renewed_there(
+    spec: StepSpec, tiny_target: TargetInfo, tmp_path: Path
+) -> None:
+    """Made by one host, read by another whose mirror is empty, and made anew where the shard changed."""
+    capture = LocalStore(spec.config.store_path).read(spec.inputs["capture"])
+    source = SampleSource(LocalStore(spec.config.store_path), capture)
+    vocabulary = make_vocabulary(64, tiny_target.vocab_size)
+    settings = {"region": "us-east-1", "attempts": 2}
+    plan, heads = spec.outputs["labels"], Heads(tiny_target)
+    with running_s3() as server:
+        server.reset()
+        endpoint = ObjectStoreConfig.model_validate({"endpoint_url": server.url} | settings)
+        first, second = (
+            RemoteStore(ObjectRoot(BUCKET, "store"), tmp_path / host, endpoint) for host in ("one", "two")
+        )
+        make_labels(first, plan, "run", source, capture, vocabulary, heads, Quiet())  # type: ignore[arg-type]
+        again = make_labels(second, plan, "run", source, capture, vocabulary, heads, Quiet())  # type: ignore[arg-type]
+        assert heads.loaded == 1
+        before = all_labels(source, again)
+        renamed = capture.files[0].model_copy(update={"xxh3_128": "0" * 32})
+        changed = capture.model_copy(update={"files": (renamed, *capture.files[1:])})
+        third = make_labels(second, plan, "run", source, changed, vocabulary, heads, Quiet())  # type: ignore[arg-type]
+        assert heads.loaded == 2
+        manifest = first.read(plan.ref)
+        assert [entry.facts["shard_xxh3_128"] for entry in manifest.files] == [
+            entry.xxh3_128 for entry in changed.files
+        ]
+        after = all_labels(source, third)
+    assert all(np.array_equal(before[key].share, after[key].share) for key in before)
 
 
 def test_damaged_labels_are_refused_by_name_and_then_made_again(
