@@ -31,7 +31,7 @@ from eagle3_core.training.evaluate import Evaluation, HeldoutEvaluator, steps_to
 from eagle3_core.training.gather import gather
 from eagle3_core.training.inputs import Inputs, read_inputs
 from eagle3_core.training.labels import make_labels
-from eagle3_core.training.launch import num_ranks, run_ranks
+from eagle3_core.training.launch import count_ranks, run_ranks
 from eagle3_core.training.loader import PackReader, SampleIndex
 from eagle3_core.training.loop import Evaluate, Outcome, Trainer
 from eagle3_core.training.metrics_log import MetricsLog
@@ -64,7 +64,7 @@ def run(spec: StepSpec, progress: Progress) -> TrainResult:
             a rank that failed or was killed.
         StoreError: an input is missing, or somebody else writes the checkpoint.
     """
-    count = num_ranks(spec.config)
+    count = count_ranks(spec.config)
     if count > 1:
         return run_ranks(spec, progress, count)
     return train_rank(spec, progress, Ranks())
