@@ -39,7 +39,7 @@ LOSS_TOLERANCE, GRADIENT_TOLERANCE = 0.01, 0.05
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a comparison: a draft, and a pack of equal documents."""
+    """Sizes of a comparison: a draft, and a pack of equal documents of `document_tokens` trained rows."""
 
     hidden: int
     intermediate: int
@@ -99,12 +99,16 @@ def make_draft(shape: Shape, device: str) -> Any:
 
 
 def make_samples(shape: Shape, loss_share: float) -> list[CapturedSample]:
-    """Random states; the last `loss_share` of each document carries loss."""
+    """Random states; the last `loss_share` of each document carries loss.
+
+    A document has one token more than rows, because a trainer reads states and the token after each: so a
+    pack of both trainers has exactly `documents` x `document_tokens` rows, which flex attention asks for.
+    """
     samples = []
     for number in range(shape.documents):
-        tokens = shape.document_tokens
+        tokens = shape.document_tokens + 1
         mask = torch.zeros(tokens, dtype=torch.uint8)
-        mask[max(1, round(tokens * (1 - loss_share))) :] = 1
+        mask[1 + round(shape.document_tokens * (1 - loss_share)) :] = 1
         rows = mask.nonzero().squeeze(-1)
         samples.append(
             CapturedSample(
