@@ -1,8 +1,8 @@
 """How near our bf16 training step and that of speculators come to the same step in fp32.
 
-Two bf16 computations differ by rounding, and by how much depends on the draft: gradients of a random one pass
-a norm that takes most of them away and leaves the rounding. So neither is the measure of the other; the forward
-of speculators in fp32 is that of both.
+Two bf16 computations differ by rounding, and by how much depends on the draft: gradients of a random one
+pass a norm that takes most of them away and leaves the rounding. So neither is the measure of the other; the
+forward of speculators in fp32 is that of both.
 """
 
 from __future__ import annotations
@@ -70,6 +70,6 @@ def say(found: dict[str, Any]) -> str:
     verdict = "as near" if found["equal"] else "NOT AS NEAR"
     return (
         f"distance from fp32: loss {apart['ours']:.1e}, speculators {apart['speculators']:.1e}; gradients "
-        f"{found['ours']:.2e}, speculators {found['speculators']:.2e}; at worst {weights[worst]['ours']:.2e}, "
-        f"speculators {weights[worst]['speculators']:.2e} ({worst}): {verdict}"
+        f"{found['ours']:.2e}, speculators {found['speculators']:.2e}; at worst "
+        f"{weights[worst]['ours']:.2e}, speculators {weights[worst]['speculators']:.2e} ({worst}): {verdict}"
     )
