@@ -36,6 +36,7 @@ class TargetShape:
 
 
 SHAPES = {
+    "tiny": TargetShape(128, 256, 8, 4, 2, 512),
     "smollm2": TargetShape(576, 1536, 30, 9, 3, 49_152, tied=True),
     "llama-8b": TargetShape(4096, 14336, 32, 32, 8, 128_256),
 }
@@ -140,6 +141,12 @@ def write_random_target(
     size = sum((folder / name).stat().st_size for name in set(places.values()))
     index = {"metadata": {"total_size": size}, "weight_map": places}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+    write_config(shape, folder)
+
+
+def write_config(shape: TargetShape, folder: Path) -> None:
+    """Write the configuration alone, for an engine that makes up weights."""
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(target_config(shape), indent=1))
 
 
