@@ -28,9 +28,9 @@ REPEATS = 2
 """Measured rounds of each kind."""
 SIZES = {
     ("capture", "8b"): ("llama-8b", 2048, 64),
-    ("capture", "tiny"): ("tiny", 128, 8),
+    ("capture", "tiny"): ("tiny", 256, 24),
     ("mla", "8b"): ("deepseek-v3", 1024, 128),
-    ("mla", "tiny"): ("deepseek-v3", 64, 4),
+    ("mla", "tiny"): ("deepseek-v3", 128, 16),
 }
 """Target, tokens of a prompt and prompts of an engine in a round, by part and shape."""
 
