@@ -30,7 +30,7 @@ import numpy as np
 
 from benchmarks.capture_process import Worker
 from benchmarks.capture_worker import WorkerSpec
-from benchmarks.random_target import SHAPES, write_config
+from benchmarks.random_target import SHAPES, write_hollow_target
 from eagle3_core.capture.job import CaptureJob, capture_layout
 from eagle3_core.config import PROJECT_ROOT, RunConfig
 from eagle3_core.host.engine_environment import engine_environment
@@ -228,7 +228,7 @@ def find_target(options: argparse.Namespace, folder: Path) -> Path:
         return Path(options.shape)
     target = folder / options.shape
     if options.dummy:
-        write_config(SHAPES[options.shape], target)
+        write_hollow_target(SHAPES[options.shape], target)
         return target
     if not (target / "config.json").exists():
         command = [sys.executable, "-m", "benchmarks.random_target", options.shape, str(target)]

@@ -24,10 +24,10 @@ from benchmarks.host_parts import PartSpec, serve, tell
 from eagle3_core.capture.replica import replica_variables
 from eagle3_core.host.engine_environment import engine_environment
 
-REPEATS = 2
+REPEATS = 3
 """Measured rounds of each kind."""
 SIZES = {
-    ("capture", "8b"): ("llama-8b", 2048, 64),
+    ("capture", "8b"): ("llama-8b", 2048, 48),
     ("capture", "tiny"): ("tiny", 256, 24),
     ("mla", "8b"): ("deepseek-v3", 1024, 128),
     ("mla", "tiny"): ("deepseek-v3", 128, 16),
@@ -126,7 +126,7 @@ def round_sizes(count: int) -> list[int]:
     """How many engines work in each round: all to warm up, then one and all of them in turn.
 
     >>> round_sizes(8)
-    [8, 1, 8, 1, 8]
+    [8, 1, 8, 1, 8, 1, 8]
     """
     return [count, *([1, count] * REPEATS)] if count > 1 else [1] * (1 + REPEATS)
 

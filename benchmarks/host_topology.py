@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from benchmarks import all_reduce
-from benchmarks.host_parts import PartSpec, serve, tell
+from benchmarks.host_parts import NO_MULTICAST, PartSpec, serve, tell
 
 TOPOLOGY_SECONDS = 20
 FILE_BYTES = {"8b": 1 << 30, "tiny": 1 << 22}
@@ -32,6 +32,7 @@ def measure(spec: PartSpec) -> None:
         "num_cpus": len(os.sched_getaffinity(0)),
         "memory_bytes": memory.total,
         "free_disk_bytes": psutil.disk_usage(spec.folder).free,
+        "environment": {name: os.environ.get(name) for name in NO_MULTICAST},
     }
     if spec.device == "cuda":
         found |= gpu_facts(spec.devices)

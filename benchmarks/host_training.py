@@ -9,6 +9,7 @@ which kernels are compiled, do not count.
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -26,7 +27,7 @@ from eagle3_core.host.process import run_step
 from eagle3_core.store.local import LocalStore
 from eagle3_core.training.metrics_log import read_records
 
-NUM_STEPS, FIRST_STEPS = 12, 4
+NUM_STEPS, FIRST_STEPS = 10, 4
 """Optimizer steps, and how many of them do not count for speed."""
 STEP_SHAPES = {"8b": "llama-8b", "tiny": "cpu-small"}
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -94,6 +95,7 @@ def capture_size(shape: str, packs: int) -> CaptureSize:
         num_train=NUM_STEPS * packs * in_pack,
         num_heldout=in_pack,
         lengths=(length, length),
+        prompt_tokens=length // 2,
         samples_of_shard=4 * in_pack,
     )
 
@@ -135,7 +137,9 @@ def train(spec: PartSpec, root: Path, refs: dict[str, ArtifactRef], count: int) 
     folder, started = root / step.run_id, time.perf_counter()
     result = run_step("train", step, engine=config.engine, folder=folder, on_line=print)
     assert isinstance(result, TrainResult)
-    records = read_records(LocalStore(Path(config.store_path)).folder(plan.ref) / METRICS_FILE)
+    checkpoint = LocalStore(Path(config.store_path)).folder(plan.ref)
+    records = read_records(checkpoint / METRICS_FILE)
+    shutil.rmtree(checkpoint)
     found = {
         "ranks": count,
         "seconds": time.perf_counter() - started,

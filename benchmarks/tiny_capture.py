@@ -32,7 +32,6 @@ from eagle3_core.store.shards import CapturedSample, ShardLayout
 from eagle3_core.target.info import inspect_target
 
 AUX_IDS = (1, 2, 3)
-PROMPT_TOKENS = 6
 PROFILE = "tiny.yaml"
 NOISE = 0.3
 """Standard deviation of what the states hold beside embeddings of mean square 1."""
@@ -51,6 +50,7 @@ class CaptureSize:
         cycle: ids that texts have.
         num_train, num_heldout: samples.
         lengths: tokens of a sample, at least and at most.
+        prompt_tokens: of a sample; the others carry loss.
         samples_of_shard: at most.
     """
 
@@ -60,6 +60,7 @@ class CaptureSize:
     num_train: int
     num_heldout: int
     lengths: tuple[int, int]
+    prompt_tokens: int
     samples_of_shard: int
 
 
@@ -70,6 +71,7 @@ TINY = CaptureSize(
     num_train=48,
     num_heldout=8,
     lengths=(16, 40),
+    prompt_tokens=6,
     samples_of_shard=56,
 )
 
@@ -158,8 +160,8 @@ def _sample(size: CaptureSize, number: int, cycle: np.ndarray, generator: np.ran
         kind="walk",
         split="train" if number < size.num_train else "heldout",
         input_ids=cycle[(start + np.arange(length)) % len(cycle)].astype(np.int32),
-        loss_mask=(np.arange(length) >= PROMPT_TOKENS).astype(np.uint8),
-        prompt_length=PROMPT_TOKENS,
+        loss_mask=(np.arange(length) >= size.prompt_tokens).astype(np.uint8),
+        prompt_length=size.prompt_tokens,
         finish_reason="length",
     )
 
