@@ -12,16 +12,17 @@ from pathlib import Path
 from eagle3_core.artifacts import ArtifactRef
 from eagle3_core.config import RunConfig, load_profile, resolve_path
 from eagle3_core.contracts import StepSpec
-from eagle3_core.data.vocabulary import DraftVocabulary, load_vocabulary
+from eagle3_core.data.vocabulary import DraftVocabulary
 from eagle3_core.errors import StoreError
 from eagle3_core.identity import plan_vocabulary
-from eagle3_core.store.dataset import read_dataset
-from eagle3_core.store.local import LocalStore
+from eagle3_core.store.labels import SampleLabels
 from eagle3_core.store.open import open_store
-from eagle3_core.store.samples import SampleSource, open_samples
+from eagle3_core.store.samples import SamplePlace, SampleSource
 from eagle3_core.target.info import TargetInfo, inspect_target
-from eagle3_core.training.loader import SampleIndex, index_samples
-from eagle3_core.training.train import check_inputs
+from eagle3_core.target.weights import FinalHead
+from eagle3_core.training.inputs import read_inputs
+from eagle3_core.training.labels import LabelMaker
+from eagle3_core.training.loader import SampleIndex, StoredSample, label_states
 
 TRAIN_SPEC = "logs/train.spec.json"
 """In a run's folder: what its stage `train` was given."""
@@ -36,6 +37,25 @@ class Inputs:
     vocabulary: DraftVocabulary
     source: SampleSource
     index: SampleIndex
+
+
+class NewLabels:
+    """Labels of some samples, made in memory.
+
+    Args:
+        inputs: what is compared on.
+        samples: of its capture.
+    """
+
+    def __init__(self, inputs: Inputs, samples: Sequence[StoredSample]) -> None:
+        maker = LabelMaker(FinalHead(inputs.target, inputs.config.engine.device), inputs.vocabulary)
+        with inputs.source.ahead(one.place for one in samples) as captured:
+            made = maker.labels(label_states(each) for each in captured)
+        self._made = {one.key: each for one, each in zip(samples, made, strict=True)}
+
+    def sample(self, place: SamplePlace, key: str) -> SampleLabels:
+        """The labels of one of the samples."""
+        return self._made[key]
 
 
 def inputs_of_run(workspace: Path, run_id: str | None, overrides: Sequence[str]) -> Inputs:
@@ -95,18 +115,5 @@ def open_inputs(config: RunConfig, target: TargetInfo, refs: dict[str, ArtifactR
         StoreError: one is missing.
         TrainingError: they do not fit the configuration, or a split is empty.
     """
-    store = open_store(config)
-    capture = store.read(refs["capture"])
-    samples = read_dataset(store.fetch(refs["dataset"]))
-    vocabulary = load_vocabulary(store.fetch(refs["vocabulary"]))
-    source = open_samples(config, store, capture)
-    check_inputs(config, target, samples, vocabulary, source)
-    index = index_samples(samples, source, _bad_samples(store, refs.get("verification")))
-    return Inputs(config, target, vocabulary, source, index)
-
-
-def _bad_samples(store: LocalStore, verification: ArtifactRef | None) -> dict[str, str]:
-    if verification is None:
-        return {}
-    found = store.read(verification).facts["result"]["bad_samples"]
-    return {bad["key"]: bad["problem"] for bad in found}
+    found = read_inputs(config, target, open_store(config), refs)
+    return Inputs(config, target, found.vocabulary, found.source, found.index)

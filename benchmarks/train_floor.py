@@ -64,9 +64,9 @@ def main() -> None:
     columns = []
     for share in (0.5, 1.0):
         mask = np.zeros(shape.document_tokens, bool)
-        mask[max(1, round(shape.document_tokens * (1 - share))) :] = True
+        mask[round(shape.document_tokens * (1 - share)) :] = True
         plan = plan_rows(
-            [shape.document_tokens - 1] * shape.documents, np.tile(mask[1:], shape.documents), options.steps
+            [shape.document_tokens] * shape.documents, np.tile(mask, shape.documents), options.steps
         )
         columns.append(step_flops(shape, plan))
     print(f"{options.shape}, {options.steps} steps: TFLOP (ms at {options.tflops:.0f} TFLOP/s)")

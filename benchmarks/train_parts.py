@@ -93,7 +93,7 @@ def _one_by_one(gradient: Tensor, inputs: Tensor, rows: int) -> Tensor:
 
 def first_blocks(shape: Shape, share: float) -> None:
     """torch's flash attention over the first block."""
-    documents, length = shape.documents, shape.document_tokens - 1
+    documents, length = shape.documents, shape.document_tokens
     count = round(length * share)
     h, g, d = shape.heads, shape.kv_heads, shape.head_dim
     q, grad = draw(documents * count, h, d), draw(documents * count, h, d)
@@ -216,7 +216,7 @@ def main() -> None:
     parser.add_argument("--share", type=float, nargs="+", default=[1.0, 0.5], help="of the rows computed")
     options = parser.parse_args()
     shape = SHAPES[options.shape]
-    rows = shape.documents * (shape.document_tokens - 1)
+    rows = shape.documents * shape.document_tokens
     ceilings()
     for share in options.share:
         first_blocks(shape, share)

@@ -25,13 +25,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.quality_inputs import Inputs, inputs_of_capture, inputs_of_run, open_inputs
+from benchmarks.quality_inputs import Inputs, NewLabels, inputs_of_capture, inputs_of_run, open_inputs
 from benchmarks.quality_trainers import OURS, SPECULATORS, TRAINERS, Trial, begin, config_of, start_draft
 from benchmarks.tiny_capture import tiny_config, write_tiny_capture
 from eagle3_core.config import RunConfig, parse_config
 from eagle3_core.errors import Eagle3Error
 from eagle3_core.target.info import inspect_target
-from eagle3_core.target.weights import FinalHead
 from eagle3_core.training.draft import DTYPES, teacher_of
 from eagle3_core.training.evaluate import HeldoutEvaluator, steps_to_unroll
 from eagle3_core.training.loader import PackReader, ReadAhead, plan_packs
@@ -46,7 +45,7 @@ def packs_in_order(reader: PackReader, config: RunConfig, num_steps: int) -> Ite
     left = num_steps
     for epoch in count():
         plan = plan_packs(lengths, train.pack_tokens, train.seed, epoch)[:left]
-        with ReadAhead(reader, plan) as packs:
+        with ReadAhead(reader.packs(plan)) as packs:
             yield from ((epoch, pack) for pack in packs)
         left -= len(plan)
         if not left:
@@ -226,8 +225,9 @@ def run(options: argparse.Namespace, scratch: Path) -> None:
     inputs = with_settings(choose_inputs(options, scratch), None, options.device)
     num_steps = options.steps or planned_steps(inputs)
     base = config_of(OURS, inputs.config)
-    heldout = PackReader(inputs.source, inputs.index.splits["heldout"], steps_to_unroll(base))
-    evaluator = HeldoutEvaluator(heldout, base, (), FinalHead(inputs.target, base.engine.device))
+    heldout = inputs.index.splits["heldout"]
+    reader = PackReader(inputs.source, heldout, steps_to_unroll(base), NewLabels(inputs, heldout))
+    evaluator = HeldoutEvaluator(reader, base, ())
     print(describe(inputs, num_steps))
     runs: list[list[Trial]] = []
     for seed in options.seeds or [inputs.config.train.seed]:

@@ -24,7 +24,8 @@ STEP_VERSION: dict[ArtifactKind, int] = {
     "vocabulary": 1,
     "capture": 2,
     "verification": 3,
-    "checkpoint": 2,
+    "labels": 1,
+    "checkpoint": 3,
     "export": 1,
     "benchmark": 1,
 }
@@ -141,6 +142,11 @@ def plan_verification(config: RunConfig, capture: ArtifactRef) -> ArtifactPlan:
     return _plan("verification", config.verify.model_dump(mode="json"), parents={"capture": capture})
 
 
+def plan_labels(capture: ArtifactRef, vocabulary: ArtifactRef) -> ArtifactPlan:
+    """What the target itself says at the rows that a loss reads."""
+    return _plan("labels", {}, parents={"capture": capture, "vocabulary": vocabulary})
+
+
 def plan_checkpoint(
     config: RunConfig, target: TargetInfo, capture: ArtifactRef, vocabulary: ArtifactRef
 ) -> ArtifactPlan:
@@ -155,7 +161,9 @@ def plan_checkpoint(
             "num_speculative_tokens": benchmark.num_speculative_tokens,
         },
     }
-    return _plan("checkpoint", identity, parents={"capture": capture, "vocabulary": vocabulary})
+    labels = plan_labels(capture, vocabulary).ref
+    parents = {"capture": capture, "vocabulary": vocabulary, "labels": labels}
+    return _plan("checkpoint", identity, parents=parents)
 
 
 def plan_export(config: RunConfig, target: TargetInfo, checkpoint: ArtifactRef) -> ArtifactPlan:

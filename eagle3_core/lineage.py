@@ -5,6 +5,8 @@
     target  ---+                         |                     +--> checkpoint --> export --> benchmark
        +------------------------------> capture ---------------+
 
+(Labels, made from capture and vocabulary too, stand between these and the checkpoint.)
+
 Everything is read from manifests, so a lineage outlives the runs that made it. An ancestor that was deleted
 is in the graph as `missing`, or `in trash` where it can still be restored; of a missing one nothing but its
 name is known, so the graph ends there.

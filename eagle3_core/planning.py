@@ -23,7 +23,7 @@ STAGE_OUTPUTS: dict[Stage, tuple[ArtifactKind, ...]] = {
     "prepare": ("conversations", "dataset", "vocabulary"),
     "extract": ("capture",),
     "verify": ("verification",),
-    "train": ("checkpoint",),
+    "train": ("labels", "checkpoint"),
     "export": ("export",),
     "benchmark": ("benchmark",),
 }
@@ -147,6 +147,7 @@ def plan_artifacts(
     return plans | {
         "capture": capture,
         "verification": identity.plan_verification(config, capture.ref),
+        "labels": identity.plan_labels(capture.ref, vocabulary.ref),
         "checkpoint": checkpoint,
         "export": export,
         "benchmark": identity.plan_benchmark(config, export.ref, dataset.ref, versions.vllm),

@@ -40,6 +40,7 @@ from eagle3_core.target.fingerprint import TOKENIZER_VOCABULARIES
 from eagle3_core.target.info import TargetInfo, inspect_target
 from eagle3_core.target.layers import resolve_aux_layer_ids
 from eagle3_core.target.locate import is_builtin, target_folder
+from eagle3_core.training.sharing import idle_gpus, num_ranks
 
 DEVICE_QUERY_SECONDS = 180.0
 ROW_FORMAT = 'JSONL rows like {"messages": [{"role": "user", "content": "..."}]}'
@@ -59,11 +60,14 @@ def run_checks(config: RunConfig, stages: Sequence[Stage] = STAGES) -> tuple[lis
 
     Args:
         config: the run's.
-        stages: that will run; without `extract` nobody needs SGLang's port.
+        stages: that will run; without `extract` nobody needs SGLang's port, without `train` no rank a GPU.
     """
     if "extract" not in stages:
         capture = config.capture.model_copy(update={"sglang_port": None})
         config = config.model_copy(update={"capture": capture})
+    if "train" not in stages:
+        train = config.train.model_copy(update={"num_ranks": None})
+        config = config.model_copy(update={"train": train})
     checks: list[Check] = []
     first: Eagle3Error | None = None
     for name, check in CHECKS.items():
@@ -226,18 +230,22 @@ def _check_openmp(config: RunConfig) -> str:
     return f"{library}" if library else "libiomp5 is not in the engine environment: vLLM will be slower"
 
 
-def check_devices(config: RunConfig, engine: EngineConfig) -> str:
+def check_devices(config: RunConfig, engine: EngineConfig) -> list[str]:
     """Ask an engine environment for its GPUs; torch is imported there, no model is loaded.
 
     Args:
         config: the run's.
         engine: its engine section, with the interpreter to ask.
 
+    Returns:
+        Their names; none on the CPU.
+
     Raises:
         HostError: it sees fewer than one target needs.
+        CaptureError: it sees fewer than the engines that capture need.
     """
     if config.engine.device == "cpu":
-        return "the CPU"
+        return []
     info: EngineInfoResult = run_step(
         "engine_info",
         EngineInfoSpec(),
@@ -253,7 +261,14 @@ def check_devices(config: RunConfig, engine: EngineConfig) -> str:
             remedy="set engine.device to cpu, or check driver, CUDA_VISIBLE_DEVICES and the build of torch",
         )
     replica_variables(config, num_replicas(config, info.device_names), info.device_names)
-    return ", ".join(info.device_names)
+    return info.device_names
+
+
+def _check_devices(config: RunConfig) -> str:
+    """GPUs for the target, for each engine that captures and for each rank that trains."""
+    names = check_devices(config, config.engine)
+    num_ranks(config, len(names))
+    return "; ".join(filter(None, (", ".join(names) or "the CPU", idle_gpus(config, len(names)))))
 
 
 def _check_ports(config: RunConfig) -> str:
@@ -336,7 +351,7 @@ CHECKS: dict[str, Callable[[RunConfig], str]] = {
     "engine environment": _check_engine,
     "capture engine": _check_capture_engine,
     "openmp": _check_openmp,
-    "devices": lambda config: check_devices(config, config.engine),
+    "devices": _check_devices,
     "processors": _check_processors,
     "memory": _check_memory,
     "gpu memory": _check_gpu_memory,

@@ -24,8 +24,11 @@ ENTRY_BYTES = 330
 """Of a shard in the manifest of its capture."""
 SHARD_BYTES_PER_SAMPLE, SHARD_BYTES_PER_TOKEN, SHARD_BYTES_PER_ROW = 52, 5, 8
 """Beside states, where samples are not known: offsets, hash and key of each; id and mask; number of a row."""
-STEP_BYTES, STEP_SAMPLE_BYTES, EVALUATION_BYTES = 420, 20, 1500
-EVENT_BYTES, EVENT_STEP_BYTES = 250, 27
+LABEL_BYTES, LABEL_BYTES_PER_SAMPLE, LABEL_ENTRY_BYTES = 8, 24, 750
+"""Of labels: id and share of each; offset and hash of a sample; header and entry of a shard's file."""
+STEP_BYTES, STEP_SAMPLE_BYTES, EVALUATION_BYTES = 510, 20, 1500
+STEP_BYTES_PER_TTT_STEP = 42
+EVENT_BYTES, EVENT_STEP_BYTES = 310, 100
 """Of an optimizer step in TensorBoard's files, and of each TTT step in it."""
 BENCHMARK_BYTES_PER_PROMPT, BENCHMARK_BYTES_PER_TOKEN = 330, 14
 DRAFT_CONFIG_BYTES = 2000
@@ -60,6 +63,7 @@ def artifact_sizes(config: RunConfig, target: TargetInfo, load: Load) -> dict[Ar
         "vocabulary": _same(mapping + MANIFEST_BYTES),
         "capture": _same(capture_bytes(config, target, load)),
         "verification": _same(2 * MANIFEST_BYTES),
+        "labels": _same(label_bytes(config, target, load)),
         "checkpoint": _checkpoint(config, trained, kept, mapping, work),
         "export": _same(len(config.export.engines) * export + MANIFEST_BYTES),
         "benchmark": _same(benchmark + 2 * MANIFEST_BYTES),
@@ -81,6 +85,14 @@ def capture_bytes(config: RunConfig, target: TargetInfo, load: Load) -> int:
     beside = SHARD_BYTES_PER_SAMPLE * work.num_samples + SHARD_BYTES_PER_TOKEN * work.num_tokens
     num_shards = 1 + states // int(config.capture.shard_bytes)
     return states + beside + SHARD_BYTES_PER_ROW * rows + num_shards * 4 * ENTRY_BYTES + MANIFEST_BYTES
+
+
+def label_bytes(config: RunConfig, target: TargetInfo, load: Load) -> int:
+    """Labels of all shards and their manifest."""
+    work = load.workload
+    num_shards = 1 + state_bytes(config, target, load) // int(config.capture.shard_bytes)
+    labels = LABEL_BYTES * work.num_answer_tokens + LABEL_BYTES_PER_SAMPLE * work.num_samples
+    return labels + num_shards * LABEL_ENTRY_BYTES + MANIFEST_BYTES
 
 
 def state_bytes(config: RunConfig, target: TargetInfo, load: Load) -> int:
@@ -141,7 +153,7 @@ def _checkpoint(config: RunConfig, trained: int, kept: int, mapping: int, work: 
     one at most; so with the next checkpoint and its new best weights there are `keep_last + keep_best`.
     """
     train, steps = config.train, num_optimizer_steps(config, work)
-    per_step = STEP_BYTES + 26 * train.ttt_steps
+    per_step = STEP_BYTES + STEP_BYTES_PER_TTT_STEP * train.ttt_steps
     looks = train.num_epochs + (steps // train.evaluate_every_steps if train.evaluate_every_steps else 0)
     samples = train.num_epochs * work.num_samples * STEP_SAMPLE_BYTES
     metrics = steps * per_step + samples + looks * EVALUATION_BYTES

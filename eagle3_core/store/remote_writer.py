@@ -165,8 +165,8 @@ class RemoteWriter(ArtifactWriter):
         self._drop_shards(entry.path for entry in entries)
 
     def _drop_shards(self, paths: Iterable[str]) -> None:
-        """Remove the local copies of shards that the bucket holds and its manifest names."""
-        if self.ref.kind == "capture":
+        """Remove the local copies of shards or labels that the bucket holds and its manifest names."""
+        if self.ref.kind in ("capture", "labels"):
             for path in paths:
                 (self.folder / path).unlink(missing_ok=True)
 

@@ -28,12 +28,12 @@ from eagle3_core.artifacts import ArtifactKind, ArtifactRef, Manifest
 from eagle3_core.sections import RetentionConfig
 
 RUN_ID = re.compile(r"^\d{8}-\d{6}-(?P<profile>.+)-[0-9a-f]{4}$")
-DATA_KINDS: tuple[ArtifactKind, ...] = ("conversations", "dataset", "vocabulary", "capture")
+DATA_KINDS: tuple[ArtifactKind, ...] = ("conversations", "dataset", "vocabulary", "capture", "labels")
 """What checkpoints are made from."""
 PRODUCTS: tuple[ArtifactKind, ...] = ("checkpoint", "export", "benchmark")
 GOING_ORDER: tuple[ArtifactKind, ...] = (
-    "benchmark", "export", "checkpoint", "capture", "verification", "vocabulary", "dataset", "conversations",
-    "target",
+    "benchmark", "export", "checkpoint", "labels", "capture", "verification", "vocabulary", "dataset",
+    "conversations", "target",
 )  # fmt: skip
 """What was made from others goes before these, and a verification only after its capture."""
 ABANDONED_DAYS = 1.0

@@ -155,6 +155,12 @@ def build_draft(config: RunConfig, target: TargetInfo, vocabulary: DraftVocabula
     return draft
 
 
+def target_ids_of(draft: Eagle3DraftModel) -> Tensor:
+    """[D] int64, the target id of each draft id, on the draft's device."""
+    ids = torch.arange(draft.draft_vocab_size, device=draft.device)
+    return ids + draft.d2t.to(draft.device) if draft.use_draft_vocab else ids
+
+
 def initialise(draft: Eagle3DraftModel, aux_states: Tensor, seed: int) -> None:
     """Scale a new draft to its target; see the module's first lines.
 

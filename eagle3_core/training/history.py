@@ -93,3 +93,15 @@ class History:
             recent=RecentSteps(**document["recent"]),
             num_empty_packs=document["num_empty_packs"],
         )
+
+
+def describe_look(look: EpochMetrics, num_epochs: int, tokens_per_second: float | None) -> str:
+    """A look in one line."""
+    where = "epoch" if look.is_epoch_end else f"step {look.step}, in epoch"
+    rates = " ".join(f"{rate:.3f}" for rate in look.heldout.per_position)
+    return (
+        f"{where} {look.epoch + 1} of {num_epochs}: loss {look.train_loss:.3f}, held-out loss "
+        f"{look.heldout_loss:.3f}, held-out acceptance length {look.heldout.acceptance_length:.3f} "
+        f"(K={look.heldout.num_speculative_tokens}, n={look.heldout.num_samples}; by position {rates}), "
+        f"{tokens_per_second or 0.0:.0f} tokens/s, {look.seconds:.1f} s"
+    )

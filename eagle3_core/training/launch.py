@@ -28,6 +28,7 @@ from eagle3_core.host.lines import parse_line
 from eagle3_core.host.process import Supervisor, describe_status
 from eagle3_core.host.process_tree import STEP_VARIABLE, step_variable
 from eagle3_core.store.files import write_atomic
+from eagle3_core.training.sharing import idle_gpus, num_ranks
 
 if TYPE_CHECKING:
     from eagle3_core.step import Progress
@@ -38,29 +39,16 @@ HOST = "127.0.0.1"
 TAIL_LINES = 20
 
 
-def num_ranks(config: RunConfig) -> int:
-    """How many ranks train: `train.num_ranks`, else one for each visible GPU that can have a pack.
+def count_ranks(config: RunConfig) -> int:
+    """How many ranks train here; see `num_ranks`. A warning tells of GPUs that are left out.
 
     Raises:
         TrainingError: fewer GPUs are visible than the configuration names ranks.
     """
-    train = config.train
-    if config.engine.device == "cpu":
-        return train.num_ranks or 1
-    num_devices = len(visible_devices())
-    if train.num_ranks is not None and train.num_ranks > num_devices:
-        raise TrainingError(
-            f"train.num_ranks is {train.num_ranks}, but {num_devices} GPUs are visible",
-            expected="a GPU for each rank",
-            remedy="lower train.num_ranks, or leave it out to use the GPUs that there are",
-        )
-    if train.num_ranks is None and num_devices > train.packs_per_step:
-        logger.warning(
-            "training uses %d of %d GPUs: an optimizer step has that many packs (train.packs_per_step)",
-            train.packs_per_step,
-            num_devices,
-        )
-    return train.num_ranks or max(1, min(num_devices, train.packs_per_step))
+    num_devices = 0 if config.engine.device == "cpu" else len(visible_devices())
+    if note := idle_gpus(config, num_devices):
+        logger.warning("%s", note)
+    return num_ranks(config, num_devices)
 
 
 def rank_variables(config: RunConfig, count: int) -> list[dict[str, str]]:

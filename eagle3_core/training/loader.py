@@ -27,6 +27,7 @@ from torch import Tensor
 from eagle3_core.contracts import Rejection
 from eagle3_core.errors import TrainingError
 from eagle3_core.store.dataset import Sample, Split
+from eagle3_core.store.labels import Labels, SampleLabels
 from eagle3_core.store.samples import SamplePlace, SampleSource
 from eagle3_core.store.shards import CapturedSample
 from eagle3_core.training.rows import plan_rows
@@ -165,10 +166,17 @@ class PackReader:
         source: the capture.
         samples: the split's samples.
         num_steps: TTT steps that a pack is planned for.
+        labels: of the capture; without them packs have no `argmax` and `share`.
     """
 
-    def __init__(self, source: SampleSource, samples: Sequence[StoredSample], num_steps: int) -> None:
-        self.source, self.samples, self.num_steps = source, samples, num_steps
+    def __init__(
+        self,
+        source: SampleSource,
+        samples: Sequence[StoredSample],
+        num_steps: int,
+        labels: Labels | None = None,
+    ) -> None:
+        self.source, self.samples, self.num_steps, self.labels = source, samples, num_steps, labels
 
     def pack(self, members: Sequence[int]) -> Pack:
         """The pack of the given samples.
@@ -185,34 +193,56 @@ class PackReader:
         places = (self.samples[index].place for members in for_samples for index in members)
         with self.source.ahead(places) as samples:
             for members in here:
-                yield build_pack([next(samples) for _ in members], self.num_steps)
+                labels = self._labels(members)
+                yield build_pack([next(samples) for _ in members], self.num_steps, labels)
+
+    def _labels(self, members: Sequence[int]) -> list[SampleLabels] | None:
+        if self.labels is None:
+            return None
+        stored = [self.samples[index] for index in members]
+        return [self.labels.sample(each.place, each.key) for each in stored]
 
     def loss_mask(self, index: int) -> np.ndarray:
         """[S] bool, of one sample; from memory."""
         return self.source.loss_mask(self.samples[index].place)
 
 
-def build_pack(samples: Sequence[CapturedSample], num_steps: int) -> Pack:
+def build_pack(
+    samples: Sequence[CapturedSample], num_steps: int, labels: Sequence[SampleLabels] | None = None
+) -> Pack:
     """Documents side by side with their row plan; see `rows` for the alignment.
 
     Raises:
-        TrainingError: final states of label rows are missing.
+        TrainingError: final states of label rows are missing, or labels of other masks were given.
     """
     masks = [sample.loss_mask[1:].bool() for sample in samples]
     lengths = [len(mask) for mask in masks]
     mask = torch.cat(masks)
+    for sample, own, given in zip(samples, masks, labels or (), strict=labels is not None):
+        if int(own.sum()) != len(given):
+            raise TrainingError(
+                f"sample {sample.key} has {len(given)} labels",
+                expected=f"{int(own.sum())}, one for each row that the loss reads",
+                remedy="remove the labels of this capture from the store and run the stage train again",
+            )
     return Pack(
         keys=tuple(sample.key for sample in samples),
         input_ids=torch.cat([sample.input_ids[1:] for sample in samples]).long(),
         aux_states=torch.cat([sample.aux_states[:-1].flatten(1) for sample in samples]),
         positions=torch.cat([torch.arange(1, length + 1) for length in lengths]),
-        final_states=torch.cat([_label_states(sample) for sample in samples]),
+        final_states=torch.cat([label_states(sample) for sample in samples]),
         plan=plan_rows(lengths, mask.numpy(), num_steps),
+        argmax=torch.from_numpy(np.concatenate([each.argmax for each in labels])) if labels else None,
+        share=torch.from_numpy(np.concatenate([each.share for each in labels])) if labels else None,
     )
 
 
-def _label_states(sample: CapturedSample) -> Tensor:
-    """[n, H], the final states y[j] of the tokens j >= 1 with l[j] = 1."""
+def label_states(sample: CapturedSample) -> Tensor:
+    """[n, H], the final states y[j] of the tokens j >= 1 with l[j] = 1.
+
+    Raises:
+        TrainingError: some are missing.
+    """
     wanted = 1 + sample.loss_mask[1:].nonzero().squeeze(-1)
     places = torch.searchsorted(sample.final_rows, wanted)
     found = places < len(sample.final_rows)

@@ -10,35 +10,32 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain, groupby
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from eagle3_core.config import RunConfig
 from eagle3_core.contracts import EpochMetrics
 from eagle3_core.errors import TrainingError
 from eagle3_core.training.checkpoint import ResumeFolder
-from eagle3_core.training.draft import DTYPES, teacher_of
 from eagle3_core.training.epoch_data import EpochData
 from eagle3_core.training.evaluate import Evaluation
 from eagle3_core.training.flops import DraftShape
 from eagle3_core.training.health import judge_step, name_samples
-from eagle3_core.training.history import History
+from eagle3_core.training.history import History, describe_look
 from eagle3_core.training.keeper import Keeper
 from eagle3_core.training.loader import PackReader, ReadAhead
-from eagle3_core.training.loss import LossParts, Teacher, pack_loss, step_weights
+from eagle3_core.training.loss import Teacher
 from eagle3_core.training.meter import Meter, StepCost
 from eagle3_core.training.metrics_log import MetricsLog
-from eagle3_core.training.noise import with_noise
+from eagle3_core.training.optimizer_step import StepComputer, StepValues
 from eagle3_core.training.optimizers import Optimizers
+from eagle3_core.training.position import Position
 from eagle3_core.training.ranks import Ranks
 from eagle3_core.training.schedule import learning_rate
 from eagle3_core.training.steps import StepPart, StepPlan, StepReader, plan_steps
-from eagle3_core.training.ttt import Pack, ttt_forward
 from eagle3_core.training.weights import Weights
 
 if TYPE_CHECKING:
@@ -50,35 +47,6 @@ logger = logging.getLogger(__name__)
 Evaluate = Callable[["Eagle3DraftModel", Teacher], Evaluation]
 
 
-@dataclass
-class Position:
-    """Where a run stands; part of every checkpoint.
-
-    Attributes:
-        step: optimizer steps done in all epochs.
-        epoch: current epoch, from 0.
-        epoch_step: optimizer steps done in this epoch.
-        loss_sums, loss_rows: S_k and n_k of this epoch so far.
-        seconds: time spent in this epoch, in all attempts.
-    """
-
-    step: int = 0
-    epoch: int = 0
-    epoch_step: int = 0
-    loss_sums: list[float] = field(default_factory=list)
-    loss_rows: list[int] = field(default_factory=list)
-    seconds: float = 0.0
-
-    def start_epoch(self, epoch: int, num_steps: int) -> None:
-        """Move to the first step of an epoch."""
-        self.epoch, self.epoch_step, self.seconds = epoch, 0, 0.0
-        self.loss_sums, self.loss_rows = [0.0] * num_steps, [0] * num_steps
-
-    def document(self) -> dict[str, Any]:
-        """As JSON-able values."""
-        return asdict(self)
-
-
 @dataclass(frozen=True)
 class Outcome:
     """What a finished run leaves beside the weights, which the draft then holds."""
@@ -87,16 +55,6 @@ class Outcome:
     resumed_from_step: int | None
     history: History
     meter: Meter
-
-
-@dataclass(frozen=True)
-class _StepValues:
-    """What one optimizer step computed on all ranks, before it is taken; `sums` are S_k."""
-
-    sums: list[float]
-    loss: float
-    norm: float
-    rate: float
 
 
 class Trainer:
@@ -131,8 +89,7 @@ class Trainer:
         self.evaluate, self.metrics, self.progress, self.ranks = evaluate, metrics, progress, ranks
         self.resume = resume
         self.optimizers = Optimizers(weights.parameters, train)
-        self.device = draft.verifier_norm.weight.device
-        self.teacher = teacher_of(draft, DTYPES[train.compute_dtype])
+        self.computer = StepComputer(draft, weights, config, ranks)
         lengths = [sample.num_tokens for sample in reader.samples]
         self.plans = [plan_steps(lengths, train, epoch) for epoch in range(train.num_epochs)]
         self.num_steps = sum(len(plan) for plan in self.plans)
@@ -141,7 +98,7 @@ class Trainer:
         self.keeper = Keeper(
             weights.parameters, self.optimizers, resume, metrics, train, self.num_steps, ranks.agree_whether
         )
-        self.meter = Meter(self.device, train.compute_dtype, ranks.size)
+        self.meter = Meter(self.computer.device, train.compute_dtype, ranks.size)
         self._steps = StepReader(reader, DraftShape.of(draft), ranks.rank, ranks.size)
         self._data = EpochData(reader.source)
 
@@ -214,7 +171,8 @@ class Trainer:
             self._leave_out("no row of it carries loss", plan)
             return
         self._tell_silent(plan)
-        values = self._computed(plan, (part.pack for part in chain([first], parts) if part.pack), rate)
+        packs = (part.pack for part in chain([first], parts) if part.pack)
+        values = self.computer.compute(plan, packs, position.epoch)
         is_taken = self._is_taken(values, plan)
         if is_taken:
             self.optimizers.step(rate)
@@ -222,42 +180,14 @@ class Trainer:
         if is_taken:
             elapsed = time.monotonic() - began
             position.seconds += elapsed
-            self._count(values, StepCost(plan.tokens, plan.flops, elapsed, waited()), plan)
-
-    def _computed(self, plan: StepPlan, packs: Iterable[Pack], rate: float) -> _StepValues:
-        """Forward and backward passes of this rank's packs, and what all ranks found together."""
-        train = self.config.train
-        weights = step_weights(plan.counts, train.step_loss_decay)
-        sums = torch.zeros(len(weights), dtype=torch.float64, device=self.device)
-        with self.weights.whole():
-            for pack in packs:
-                moved = pack.to(self.device)
-                noisy = with_noise(moved, train, self.draft.hidden_size, self.position.epoch)
-                parts = self._losses(noisy, weights)
-                parts.loss.backward()
-                sums += parts.step_sums
-            self.weights.reduce()
-        own_norm = self.weights.clip(train.max_grad_norm)
-        # One rank's norm for all: they must judge the step alike, to the last bit.
-        *totals, norm = self.ranks.total([*sums.tolist(), own_norm if self.ranks.is_first else 0.0])
-        loss = sum(weight * total for weight, total in zip(weights, totals, strict=True))
-        return _StepValues(totals, loss, norm, rate)
-
-    def _losses(self, pack: Pack, weights: Sequence[float]) -> LossParts:
-        train = self.config.train
-        hidden = ttt_forward(self.draft, pack, self.teacher.head.dtype)
-        head = self.draft.lm_head.weight if self.config.draft.train_lm_head else self.teacher.head
-        return pack_loss(hidden, head, pack.final_states, self.teacher, pack.plan, weights, train.loss)
+            self._count(values, rate, StepCost(plan.tokens, plan.flops, elapsed, waited()), plan)
 
     def _tell_silent(self, plan: StepPlan) -> None:
         for keys in plan.silent:
-            logger.warning(
-                "no row of a pack of step %d carries loss; its samples are %s",
-                self.position.step,
-                name_samples(keys),
-            )
+            step, names = self.position.step, name_samples(keys)
+            logger.warning("no row of a pack of step %d carries loss; its samples are %s", step, names)
 
-    def _is_taken(self, values: _StepValues, plan: StepPlan) -> bool:
+    def _is_taken(self, values: StepValues, plan: StepPlan) -> bool:
         """Whether the step is sound enough to be taken; says so where it is odd.
 
         Raises:
@@ -289,18 +219,18 @@ class Trainer:
         finite = {name: value if abs(value) < float("inf") else None for name, value in values.items()}
         self._record("skipped", reason=reason, samples=list(plan.keys), **finite)
 
-    def _count(self, values: _StepValues, cost: StepCost, plan: StepPlan) -> None:
-        position, sums, counts = self.position, values.sums, plan.counts
-        position.loss_sums = [a + b for a, b in zip(position.loss_sums, sums, strict=True)]
-        position.loss_rows = [a + b for a, b in zip(position.loss_rows, counts, strict=True)]
+    def _count(self, values: StepValues, rate: float, cost: StepCost, plan: StepPlan) -> None:
+        self.position.count(values.sums, plan.counts)
         self._record(
             "step",
             loss=values.loss,
-            loss_by_step=[total / max(1, n) for total, n in zip(sums, counts, strict=True)],
-            loss_rows=counts,
+            loss_by_step=[total / max(1, n) for total, n in zip(values.sums, plan.counts, strict=True)],
+            loss_rows=plan.counts,
             tokens=plan.tokens,
             grad_norm=values.norm,
-            learning_rate=values.rate,
+            learning_rate=rate,
+            **values.agreement.rates().figures(),
+            draft_vocabulary_share=round(values.share, 4),
             samples=list(plan.keys),
             **self.meter.add(cost),
         )
@@ -315,34 +245,24 @@ class Trainer:
         if not self.ranks.is_first:
             return
         position, lengths = self.position, self.history.lengths
-        figures: dict[str, Any] = {"loss": self._epoch_loss()}
+        figures: dict[str, Any] = {"loss": position.epoch_loss(self.config.train.step_loss_decay)}
         if lengths:
             figures["acceptance_length"] = lengths[-1]
         figures |= self.meter.figures() | self._data.figures()
-        self.progress(
-            position.step,
-            self.num_steps,
-            "steps",
-            f"epoch {position.epoch + 1} of {self.config.train.num_epochs}",
-            **figures,
-        )
-
-    def _epoch_loss(self) -> float:
-        """sum_k decay^k * S_k / n_k over the steps of this epoch so far."""
-        weights = step_weights(self.position.loss_rows, self.config.train.step_loss_decay)
-        return sum(w * total for w, total in zip(weights, self.position.loss_sums, strict=True))
+        where = f"epoch {position.epoch + 1} of {self.config.train.num_epochs}"
+        self.progress(position.step, self.num_steps, "steps", where, **figures)
 
     def _look(self, is_epoch_end: bool) -> None:
         """Look at the held-out split, and save what was found with the weights if they are among the best."""
         position, train = self.position, self.config.train
         started = time.monotonic()
         with self.weights.whole():
-            found = self.evaluate(self.draft, self.teacher)
+            found = self.evaluate(self.draft, self.computer.teacher)
         position.seconds += time.monotonic() - started
         look = EpochMetrics(
             epoch=position.epoch,
             step=position.step,
-            train_loss=self._epoch_loss(),
+            train_loss=position.epoch_loss(train.step_loss_decay),
             heldout_loss=found.loss,
             heldout=found.heldout,
             learning_rate=learning_rate(train, max(0, position.step - 1), self.num_steps),
@@ -353,10 +273,10 @@ class Trainer:
             "evaluation",
             **look.model_dump(mode="json", exclude={"step", "epoch"}),
             heldout_loss_by_step=found.loss_by_step,
-            rates=asdict(found.rates),
+            rates=asdict(found.rates) | {"acceptance_length": found.rates.acceptance_length},
             data=self._data.figures(),
         )
-        _log_look(look, train.num_epochs, self.meter.tokens_per_second)
+        logger.info("%s", describe_look(look, train.num_epochs, self.meter.tokens_per_second))
         logger.info("%s", self._data.line())
         if is_epoch_end:
             position.start_epoch(position.epoch + 1, train.ttt_steps)
@@ -376,22 +296,3 @@ class Trainer:
 
 def _waited_since(ahead: ReadAhead[StepPart], waited: float) -> float:
     return ahead.waited_seconds - waited
-
-
-def _log_look(look: EpochMetrics, num_epochs: int, speed: float | None) -> None:
-    rates: Sequence[float] = look.heldout.per_position
-    logger.info(
-        "%s %d of %d: loss %.3f, held-out loss %.3f, held-out acceptance length %.3f (K=%d, n=%d; "
-        "by position %s), %.0f tokens/s, %.1f s",
-        "epoch" if look.is_epoch_end else f"step {look.step}, in epoch",
-        look.epoch + 1,
-        num_epochs,
-        look.train_loss,
-        look.heldout_loss,
-        look.heldout.acceptance_length,
-        look.heldout.num_speculative_tokens,
-        look.heldout.num_samples,
-        " ".join(f"{rate:.3f}" for rate in rates),
-        speed or 0.0,
-        look.seconds,
-    )

@@ -1,4 +1,4 @@
-"""Which rank computes which packs of an optimizer step: pure, and the same on every rank.
+"""How many ranks train, and which of them computes which packs of a step: pure, and the same on every rank.
 
 Packs and their grouping into steps follow from seed and epoch alone; only the sharing depends on ranks.
 """
@@ -6,6 +6,41 @@ Packs and their grouping into steps follow from seed and epoch alone; only the s
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+from eagle3_core.config import RunConfig
+from eagle3_core.errors import TrainingError
+
+
+def num_ranks(config: RunConfig, num_devices: int) -> int:
+    """How many ranks train: `train.num_ranks`, else one for each GPU that can have a pack; one on the CPU.
+
+    Args:
+        config: the run's.
+        num_devices: visible GPUs.
+
+    Raises:
+        TrainingError: fewer GPUs are visible than the configuration names ranks.
+    """
+    train = config.train
+    if config.engine.device == "cpu":
+        return train.num_ranks or 1
+    if train.num_ranks is None:
+        return max(1, min(num_devices, train.packs_per_step))
+    if train.num_ranks > num_devices:
+        raise TrainingError(
+            f"train.num_ranks is {train.num_ranks}, but {num_devices} GPUs are visible",
+            expected="a GPU for each rank",
+            remedy="lower train.num_ranks, or leave it out to use the GPUs that there are",
+        )
+    return train.num_ranks
+
+
+def idle_gpus(config: RunConfig, num_devices: int) -> str:
+    """Says that GPUs are left out for want of packs; empty if none is, or if `train.num_ranks` is set."""
+    train = config.train
+    if config.engine.device == "cpu" or train.num_ranks is not None or num_devices <= train.packs_per_step:
+        return ""
+    return f"training uses {train.packs_per_step} of {num_devices} GPUs, as many as train.packs_per_step"
 
 
 def group_packs(num_packs: int, packs_per_step: int) -> list[range]:

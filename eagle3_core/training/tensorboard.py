@@ -23,7 +23,7 @@ EVENT_FILES = "events.out.tfevents.*"
 FILE_VERSION = "brain.Event:2"
 STEP_FIELDS = (
     "loss", "grad_norm", "learning_rate", "tokens", "seconds", "data_wait_seconds", "tokens_per_second",
-    "mfu", "peak_memory_gb",
+    "mfu", "peak_memory_gb", "acceptance_length", "draft_vocabulary_share",
 )  # fmt: skip
 
 
@@ -98,6 +98,8 @@ def scalars(record: Mapping[str, Any]) -> dict[str, float]:
     if record["type"] == "step":
         found |= {f"step/{name}": record.get(name) for name in STEP_FIELDS}
         found |= _by_step("loss_by_ttt_step", record.get("loss_by_step"))
+        found |= _by_step("unconditional_by_ttt_step", record.get("unconditional"))
+        found |= _by_step("conditional_by_ttt_step", record.get("conditional"))
     elif record["type"] == "skipped":
         found["step/skipped"] = 1.0
     elif record["type"] == "evaluation":

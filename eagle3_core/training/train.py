@@ -7,7 +7,6 @@ import json
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,25 +16,23 @@ from torch import Tensor
 
 from eagle3_core.config import RunConfig
 from eagle3_core.contracts import METRICS_FILE, Rejection, StepSpec, TrainResult
-from eagle3_core.data.vocabulary import DraftVocabulary, load_vocabulary
-from eagle3_core.errors import TrainingError
-from eagle3_core.identity import draft_vocab_size
 from eagle3_core.sections import TrainConfig
-from eagle3_core.store.dataset import Sample, benchmark_samples, read_dataset
+from eagle3_core.store.dataset import benchmark_samples
 from eagle3_core.store.disk import make_room
 from eagle3_core.store.files import write_atomic
+from eagle3_core.store.labels import LabelSource
 from eagle3_core.store.local import ArtifactWriter, LocalStore
 from eagle3_core.store.open import open_store
-from eagle3_core.store.samples import SampleSource, open_samples
-from eagle3_core.target.info import TargetInfo, inspect_target
-from eagle3_core.target.layers import final_layer_id, resolve_aux_layer_ids
+from eagle3_core.target.info import inspect_target
 from eagle3_core.target.weights import FinalHead
 from eagle3_core.training.checkpoint import ResumeFolder
 from eagle3_core.training.draft import build_draft, checkpoint_tensors, initialise, trained_parameters
 from eagle3_core.training.evaluate import Evaluation, HeldoutEvaluator, steps_to_unroll
 from eagle3_core.training.gather import gather
-from eagle3_core.training.launch import num_ranks, run_ranks
-from eagle3_core.training.loader import PackReader, SampleIndex, index_samples
+from eagle3_core.training.inputs import Inputs, read_inputs
+from eagle3_core.training.labels import make_labels
+from eagle3_core.training.launch import count_ranks, run_ranks
+from eagle3_core.training.loader import PackReader, SampleIndex
 from eagle3_core.training.loop import Evaluate, Outcome, Trainer
 from eagle3_core.training.metrics_log import MetricsLog
 from eagle3_core.training.ranks import Ranks
@@ -59,14 +56,15 @@ INITIAL_TOKENS = 8192
 def run(spec: StepSpec, progress: Progress) -> TrainResult:
     """Train a draft on a capture, or go on where an interrupted run stopped; on all GPUs that can share it.
 
-    Inputs are capture, vocabulary, dataset and, if there is one, verification; the output is the checkpoint.
+    Inputs are capture, vocabulary, dataset and, if there is one, verification; outputs are the
+    labels of the capture and the checkpoint.
 
     Raises:
         TrainingError: inputs that do not fit the configuration, an empty split, a loss that is not finite, or
             a rank that failed or was killed.
         StoreError: an input is missing, or somebody else writes the checkpoint.
     """
-    count = num_ranks(spec.config)
+    count = count_ranks(spec.config)
     if count > 1:
         return run_ranks(spec, progress, count)
     return train_rank(spec, progress, Ranks())
@@ -82,7 +80,8 @@ def train_rank(spec: StepSpec, progress: Progress, ranks: Ranks) -> TrainResult:
     """
     started = time.monotonic()
     store = open_store(spec.config)
-    inputs = ranks.in_turn(lambda: _read_inputs(spec, store))
+    target = inspect_target(Path(spec.target_path))
+    inputs = ranks.in_turn(lambda: read_inputs(spec.config, target, store, spec.inputs))
     if ranks.is_first:
         _log_skipped(inputs.index.skipped)
     with contextlib.ExitStack() as stack:
@@ -92,7 +91,7 @@ def train_rank(spec: StepSpec, progress: Progress, ranks: Ranks) -> TrainResult:
         is_complete = ranks.agree_whether(writer is not None and writer.is_complete)
         if is_complete:
             return TrainResult.model_validate(store.read(plan.ref).facts["result"])
-        draft, trainer = _trainer(spec, inputs, store.folder(plan.ref), writer, progress, ranks)
+        draft, trainer = _trainer(spec, store, inputs, writer, progress, ranks)
         logger.info(
             "training %s parameters on %d samples, %d held out, %d steps, %d ranks; ready after %.1f s",
             f"{sum(p.numel() for p in trainer.weights.parameters.values()):,}",
@@ -112,49 +111,43 @@ def train_rank(spec: StepSpec, progress: Progress, ranks: Ranks) -> TrainResult:
     return result
 
 
-@dataclass(frozen=True)
-class _Inputs:
-    """What training reads, found to fit."""
-
-    target: TargetInfo
-    samples: list[Sample]
-    vocabulary: DraftVocabulary
-    source: SampleSource
-    index: SampleIndex
-
-
-def _read_inputs(spec: StepSpec, store: LocalStore) -> _Inputs:
-    target = inspect_target(Path(spec.target_path))
-    capture = store.read(spec.inputs["capture"])
-    samples = read_dataset(store.fetch(spec.inputs["dataset"]))
-    vocabulary = load_vocabulary(store.fetch(spec.inputs["vocabulary"]))
-    source = open_samples(spec.config, store, capture)
-    check_inputs(spec.config, target, samples, vocabulary, source)
-    index = index_samples(samples, source, _bad_samples(store, spec))
-    return _Inputs(target, samples, vocabulary, source, index)
-
-
 def _trainer(
     spec: StepSpec,
-    inputs: _Inputs,
-    folder: Path,
+    store: LocalStore,
+    inputs: Inputs,
     writer: ArtifactWriter | None,
     progress: Progress,
     ranks: Ranks,
 ) -> tuple[Eagle3DraftModel, Trainer]:
     """A new draft, its weights on all ranks, and what trains them."""
     config, plan = spec.config, spec.outputs["checkpoint"]
-    reader = PackReader(inputs.source, inputs.index.splits["train"], config.train.ttt_steps)
+    labels = _labels(spec, store, inputs, progress, ranks)
+    reader = PackReader(inputs.source, inputs.index.splits["train"], config.train.ttt_steps, labels)
     draft = build_draft(config, inputs.target, inputs.vocabulary)
     first = reader.pack(_first_samples(reader))
     initialise(draft, first.aux_states, config.train.seed)
     draft.to(config.engine.device)
-    evaluate = _evaluation(config, inputs, draft, ranks)
+    evaluate = _evaluation(config, inputs, labels, draft, ranks)
     weights = hold_weights(draft, ranks, _mode(config.train, draft), draft.device)
+    folder = store.folder(plan.ref)
     on_saved = writer.save_progress if writer is not None else None
     resume = ResumeFolder(folder, plan, on_saved, config.train.keep_last)
     metrics = MetricsLog(folder, _event_files(spec)) if writer is not None else None
     return draft, Trainer(draft, weights, config, reader, evaluate, resume, metrics, progress, ranks)
+
+
+def _labels(
+    spec: StepSpec, store: LocalStore, inputs: Inputs, progress: Progress, ranks: Ranks
+) -> LabelSource:
+    """The labels of the capture; the first rank makes those that are missing, and the others wait for it."""
+    plan = spec.outputs["labels"]
+    if ranks.is_first:
+        make_labels(
+            store, plan, spec.run_id, inputs.source, inputs.capture, inputs.vocabulary,
+            lambda: FinalHead(inputs.target, spec.config.engine.device), progress,
+        )  # fmt: skip
+    ranks.wait()
+    return LabelSource(store, store.read(plan.ref))
 
 
 def _mode(train: TrainConfig, draft: Eagle3DraftModel) -> Mode:
@@ -163,55 +156,6 @@ def _mode(train: TrainConfig, draft: Eagle3DraftModel) -> Mode:
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     num_parameters = sum(parameter.numel() for parameter in trained_parameters(draft).values())
     return choose_mode(train, num_parameters, memory)
-
-
-def check_inputs(
-    config: RunConfig,
-    target: TargetInfo,
-    samples: Sequence[Sample],
-    vocabulary: DraftVocabulary,
-    source: SampleSource,
-) -> None:
-    """Refuse inputs that do not fit, before anything is loaded.
-
-    Raises:
-        TrainingError: names what was found and what the configuration and the target say.
-        StoreError: a shard cannot be read.
-    """
-    wanted_ids = resolve_aux_layer_ids(config.target.aux_layer_ids, target.num_layers)
-    for shard in source.load().values():
-        _require(f"the auxiliary capture ids of {shard.name}", shard.aux_layer_ids, wanted_ids)
-        final = final_layer_id(target.num_layers)
-        _require(f"the final capture id of {shard.name}", shard.final_layer_id, final)
-        _require(f"the hidden size of {shard.name}", shard.hidden_size, target.hidden_size)
-    sizes = (len(vocabulary.d2t), len(vocabulary.t2d))
-    _require(
-        "the sizes of the draft vocabulary (draft, target)",
-        sizes,
-        (draft_vocab_size(config, target), target.vocab_size),
-    )
-    largest = max(int(sample.input_ids.max()) for sample in samples)
-    if largest >= target.vocab_size:
-        raise TrainingError(
-            f"the dataset has token id {largest:,}", expected=f"ids below the target's {target.vocab_size:,}"
-        )
-
-
-def _require(what: str, found: object, expected: object) -> None:
-    if found != expected:
-        raise TrainingError(
-            f"{what}: {found}",
-            expected=f"{expected} by the configuration and the target",
-            remedy="run the stages prepare and extract again with this configuration",
-        )
-
-
-def _bad_samples(store: LocalStore, spec: StepSpec) -> dict[str, str]:
-    """Key and problem of samples that verification found bad."""
-    if "verification" not in spec.inputs:
-        return {}
-    result = store.read(spec.inputs["verification"]).facts["result"]
-    return {bad["key"]: bad["problem"] for bad in result["bad_samples"]}
 
 
 def _first_samples(reader: PackReader) -> list[int]:
@@ -230,16 +174,17 @@ def _log_skipped(skipped: Sequence[Rejection]) -> None:
         logger.warning("leaving out sample %s: %s", rejection.key, rejection.reason)
 
 
-def _evaluation(config: RunConfig, inputs: _Inputs, draft: Eagle3DraftModel, ranks: Ranks) -> Evaluate:
+def _evaluation(
+    config: RunConfig, inputs: Inputs, labels: LabelSource, draft: Eagle3DraftModel, ranks: Ranks
+) -> Evaluate:
     """The function that looks at the held-out split."""
     device, heldout = draft.device, inputs.index.splits["heldout"]
     usable = {sample.key for sample in heldout}
     chosen = [sample.key for sample in benchmark_samples(inputs.samples, config.benchmark.num_prompts)]
     evaluator = HeldoutEvaluator(
-        PackReader(inputs.source, heldout, steps_to_unroll(config)),
+        PackReader(inputs.source, heldout, steps_to_unroll(config), labels),
         config,
         [key for key in chosen if key in usable],
-        FinalHead(inputs.target, device),
         ranks,
     )
     target_ids = torch.from_numpy(inputs.vocabulary.draft_to_target).to(device)
@@ -265,6 +210,7 @@ def _result(draft: Eagle3DraftModel, config: RunConfig, outcome: Outcome, index:
         num_parameters=sum(parameter.numel() for parameter in trained_parameters(draft).values()),
         resumed_from_step=outcome.resumed_from_step,
         tokens_per_second=meter.tokens_per_second,
+        warm_up_seconds=meter.warm_up_seconds,
         epochs=[look for look in history.looks if look.is_epoch_end],
         best_epoch=history.looks[history.best].epoch,
         replay=history.benchmarks[history.best],

@@ -36,6 +36,8 @@ class Pack:
         positions: [R] int64, t + 1 inside the document.
         final_states: [n, H], the teacher's states before the final norm, y[t+1] of the label rows.
         plan: which rows are computed and compared.
+        argmax: [n] int32 on the CPU, the target's choice over its full vocabulary; None without labels.
+        share: [n] fp32 on the CPU, the draft vocabulary's share of the target's probability; None likewise.
     """
 
     keys: tuple[str, ...]
@@ -44,6 +46,8 @@ class Pack:
     positions: Tensor
     final_states: Tensor
     plan: RowPlan
+    argmax: Tensor | None = None
+    share: Tensor | None = None
 
     @property
     def num_tokens(self) -> int:

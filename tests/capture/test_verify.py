@@ -24,7 +24,7 @@ from eagle3_core.config import RunConfig
 from eagle3_core.contracts import StepSpec
 from eagle3_core.data.vocabulary import save_vocabulary
 from eagle3_core.errors import StoreError, VerificationError
-from eagle3_core.identity import plan_checkpoint, plan_vocabulary
+from eagle3_core.identity import plan_checkpoint, plan_labels, plan_vocabulary
 from eagle3_core.step import Progress
 from eagle3_core.store.condemned import condemned
 from eagle3_core.store.dataset import Sample
@@ -416,13 +416,14 @@ def train_spec(verified: StepSpec) -> StepSpec:
     vocabulary = plan_vocabulary(config, info, verified.inputs["dataset"])
     with store.writer(vocabulary) as writer:
         writer.complete([save_vocabulary(make_vocabulary(64, info.vocab_size), writer.folder)])
+    labels = plan_labels(verified.inputs["capture"], vocabulary.ref)
     checkpoint = plan_checkpoint(config, info, verified.inputs["capture"], vocabulary.ref)
     inputs = verified.inputs | {
         "vocabulary": vocabulary.ref,
         "verification": verified.outputs["verification"].ref,
     }
     return verified.model_copy(
-        update={"config": config, "outputs": {"checkpoint": checkpoint}, "inputs": inputs}
+        update={"config": config, "outputs": {"labels": labels, "checkpoint": checkpoint}, "inputs": inputs}
     )
 
 

@@ -54,6 +54,7 @@ def ids(config: RunConfig, target: TargetInfo = TARGET, engine: str = "vllm 1.0"
         vocabulary,
         capture,
         identity.plan_verification(config, capture.ref),
+        identity.plan_labels(capture.ref, vocabulary.ref),
         checkpoint,
         export,
         identity.plan_benchmark(config, export.ref, dataset.ref, engine),
@@ -72,8 +73,12 @@ def changed(document, key, value, **options):
 
 
 ALL = [
-    "conversations", "dataset", "vocabulary", "capture", "verification", "checkpoint", "export", "benchmark",
+    "conversations", "dataset", "vocabulary", "capture", "verification", "labels", "checkpoint", "export",
+    "benchmark",
 ]  # fmt: skip
+
+
+CAPTURED = ["capture", "verification", "labels", "checkpoint", "export", "benchmark"]
 
 
 @pytest.mark.parametrize(
@@ -90,11 +95,19 @@ ALL = [
         ("benchmark.min_acceptance_length", 2.0, []),
         ("limit", 10, [kind for kind in ALL if kind not in ("capture", "verification")]),
         ("target.dtype", "float32", ALL),
-        ("target.aux_layer_ids", [1, 3, 6], ["capture", "verification", "checkpoint", "export", "benchmark"]),
-        ("capture.final_state", "all", ["capture", "verification", "checkpoint", "export", "benchmark"]),
+        (
+            "target.aux_layer_ids",
+            [1, 3, 6],
+            CAPTURED,
+        ),
+        (
+            "capture.final_state",
+            "all",
+            CAPTURED,
+        ),
         ("verify.samples_per_shard", 3, ["verification"]),
         ("train.learning_rate", 1e-3, ["checkpoint", "export", "benchmark"]),
-        ("draft.vocab_size", 32, ["vocabulary", "checkpoint", "export", "benchmark"]),
+        ("draft.vocab_size", 32, ["vocabulary", "labels", "checkpoint", "export", "benchmark"]),
         ("export.include_embedding", True, ["export", "benchmark"]),
         ("benchmark.concurrency", 2, ["benchmark"]),
     ],

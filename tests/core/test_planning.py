@@ -36,7 +36,7 @@ def test_all_ids_are_known_once_the_dataset_exists(tmp_path):
     prepare(config)
     plan = plan_run(config)
     assert list(plan.artifacts) == [
-        *FIRST, "capture", "verification", "checkpoint", "export", "benchmark",
+        *FIRST, "capture", "verification", "labels", "checkpoint", "export", "benchmark",
     ]  # fmt: skip
     assert plan.inputs("extract") == {"dataset": plan.artifacts["dataset"].ref}
     with pytest.raises(StoreError, match="run the stage extract first"):

@@ -90,6 +90,25 @@ def test_more_engines_than_the_gpus_hold_are_refused_before_anything_is_made(
     assert message is None or message in checks["devices"].found
 
 
+def test_more_ranks_than_gpus_are_refused_before_anything_is_made(tmp_path, monkeypatch):
+    found = EngineInfoResult(python="3", packages={}, device_names=["H200"] * 2, num_threads=8)
+    monkeypatch.setattr("eagle3_core.preflight.run_step", lambda *_, **__: found)
+    config = change(stand_in_config(tmp_path), "engine", device="cuda")
+    many = change(config, "train", num_ranks=4, packs_per_step=4)
+    checks = {check.name: check for check in run_checks(many)[0]}
+    assert not checks["devices"].ok
+    assert (
+        "train.num_ranks is 4, but 2 GPUs are visible; expected a GPU for each rank"
+        in checks["devices"].found
+    )
+    checks = {check.name: check for check in run_checks(many, ("extract",))[0]}
+    assert (checks["devices"].ok, checks["devices"].found) == (True, "H200, H200")
+    checks = {check.name: check for check in run_checks(config)[0]}
+    assert checks["devices"].found == (
+        "H200, H200; training uses 1 of 2 GPUs, as many as train.packs_per_step"
+    )
+
+
 def test_a_target_without_tokenizer_is_refused(tmp_path):
     config = stand_in_config(tmp_path)
     (tmp_path / "target" / "tokenizer.json").unlink()

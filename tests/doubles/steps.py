@@ -226,6 +226,9 @@ def _train(spec: StepSpec, progress: Progress) -> TrainResult:
         replay=FIGURES,
         num_skipped_samples=0,
     )
+    with _writer(spec, "labels") as writer:
+        _write_text(writer, "labels.txt")
+        writer.complete()
     return _complete(spec, "checkpoint", result)
 
 

@@ -17,7 +17,7 @@ from eagle3_core.capture import extract, verify
 from eagle3_core.contracts import StepSpec, TrainResult
 from eagle3_core.data.vocabulary import save_vocabulary
 from eagle3_core.errors import FolderInUseError, StoreError, VerificationError
-from eagle3_core.identity import draft_vocab_size, plan_checkpoint, plan_vocabulary
+from eagle3_core.identity import draft_vocab_size, plan_checkpoint, plan_labels, plan_vocabulary
 from eagle3_core.step import Progress
 from eagle3_core.store.local import LocalStore
 from eagle3_core.store.open import open_store
@@ -62,14 +62,15 @@ class Stages:
 
 
 class Told(Progress):
-    """A progress that calls back at every step and passes nothing on."""
+    """A progress that calls back at every step, not for labels, and passes nothing on."""
 
     def __init__(self, then: Callable[[int], None] = lambda done: None) -> None:
         super().__init__("test")
         self._then = then
 
     def __call__(self, done: float, total: float | None, unit: str, message: str = "", **more: Any) -> None:
-        self._then(int(done))
+        if unit != "shards" or message != "labels":
+            self._then(int(done))
 
 
 def make_stages(workspace: Path, target: Path, store: str, **object_store: Any) -> Stages:
@@ -95,7 +96,10 @@ def make_stages(workspace: Path, target: Path, store: str, **object_store: Any) 
             writer.complete([save_vocabulary(mapping, writer.folder)])
     trained = extracted.model_copy(
         update={
-            "outputs": {"checkpoint": plan_checkpoint(config, info, capture, vocabulary.ref)},
+            "outputs": {
+                "labels": plan_labels(capture, vocabulary.ref),
+                "checkpoint": plan_checkpoint(config, info, capture, vocabulary.ref),
+            },
             "inputs": {"capture": capture, "vocabulary": vocabulary.ref, "dataset": dataset},
         }
     )

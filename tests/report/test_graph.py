@@ -19,7 +19,8 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def summaries(store: LocalStore, run: Chain) -> list[ArtifactSummary]:
-    order = [run.conversations, run.dataset, run.vocabulary, run.capture, run.checkpoint, run.export]
+    data = [run.conversations, run.dataset, run.vocabulary, run.capture]
+    order = [*data, run.labels, run.checkpoint, run.export]
     return [
         ArtifactSummary(
             ref=ref,
@@ -51,12 +52,10 @@ def test_it_begins_at_the_prompts_and_the_target_and_has_an_arrow_for_each_role(
     picture = drawn(summaries(store, add_run(store, "a", age_days=1)))
     shown = words(picture)
     assert {"prompts.jsonl", "ORG/NAME", "prompts", "target", "export"} <= set(shown)
-    assert len(list(picture.iter(f"{SVG}rect"))) == 8
+    assert len(list(picture.iter(f"{SVG}rect"))) == 9
     roles = sorted(path[0].text or "" for path in picture.iter(f"{SVG}path"))
-    twice = ["target", "target", "dataset", "dataset"]
-    assert sorted(roles) == sorted(
-        [*twice, "prompts", "conversations", "capture", "vocabulary", "checkpoint"]
-    )
+    twice = 2 * ["target", "dataset", "capture", "vocabulary"]
+    assert sorted(roles) == sorted([*twice, "prompts", "conversations", "labels", "checkpoint"])
 
 
 def test_an_ancestor_that_is_gone_is_dashed(tmp_path: Path) -> None:

@@ -25,7 +25,8 @@ from eagle3_core.store.shards import CapturedSample
 from eagle3_core.target.weights import FinalHead
 from eagle3_core.training.draft import build_draft, checkpoint_tensors, teacher_of, trained_parameters
 from eagle3_core.training.evaluate import HeldoutEvaluator
-from eagle3_core.training.loader import PackReader, StoredSample, build_pack
+from eagle3_core.training.labels import LabelMaker
+from eagle3_core.training.loader import PackReader, StoredSample, build_pack, label_states
 from eagle3_core.training.loss import pack_loss, step_weights
 from eagle3_core.training.ttt import Pack, ttt_forward
 from tests.serving.drafts import AUX_IDS, END_TOKEN, NUM_TOKENS, Factory, make_factory, silent
@@ -154,9 +155,11 @@ def test_the_reference_of_the_lossless_check_chooses_the_targets_own_tokens(made
 
 
 class InMemory(PackReader):
-    """Captured samples that lie in no shard."""
+    """Captured samples that lie in no shard, and their labels."""
 
-    def __init__(self, captured: Sequence[CapturedSample], prompt_lengths: Sequence[int], steps: int) -> None:
+    def __init__(
+        self, captured: Sequence[CapturedSample], prompt_lengths: Sequence[int], steps: int, maker: LabelMaker
+    ) -> None:
         stored = [
             StoredSample(
                 one.key, SamplePlace("", index), len(one.input_ids), length, len(one.input_ids) - length
@@ -164,11 +167,12 @@ class InMemory(PackReader):
             for index, (one, length) in enumerate(zip(captured, prompt_lengths, strict=True))
         ]
         super().__init__(None, stored, steps)  # type: ignore[arg-type]
-        self._captured = captured
+        self._captured, self._made = captured, maker.labels(map(label_states, captured))
 
     def packs(self, plan: Sequence[Sequence[int]]) -> Iterator[Pack]:
         for members in plan:
-            yield build_pack([self._captured[index] for index in members], self.num_steps)
+            labels = [self._made[index] for index in members]
+            yield build_pack([self._captured[index] for index in members], self.num_steps, labels)
 
 
 def _captured(made: Made) -> list[CapturedSample]:
@@ -191,9 +195,9 @@ def test_vllm_accepts_in_every_pass_what_the_trainers_replay_accepts(made: Made)
     passes = [text_passes(one.drafted, one.accepted, len(one.token_ids)) for one in decoded]
     measured = acceptance_figures(passes, depth)
 
+    maker = LabelMaker(FinalHead(made.factory.target), made.vocabulary)
     evaluator = HeldoutEvaluator(
-        InMemory(_captured(made), list(map(len, prompts)), depth), made.config, list(made.answers),
-        FinalHead(made.factory.target),
+        InMemory(_captured(made), list(map(len, prompts)), depth, maker), made.config, list(made.answers),
     )  # fmt: skip
     target_ids = torch.from_numpy(made.vocabulary.draft_to_target)
     found = evaluator.evaluate(made.draft, teacher_of(made.draft, torch.float32), target_ids)

@@ -23,6 +23,7 @@ class Chain:
     vocabulary: ArtifactRef
     capture: ArtifactRef
     verification: ArtifactRef | None = None
+    labels: ArtifactRef | None = None
     checkpoint: ArtifactRef | None = None
     export: ArtifactRef | None = None
     benchmark: ArtifactRef | None = None
@@ -118,7 +119,9 @@ def add_run(
     if "verification" in wanted:
         chain.append(one("verification", {"capture": capture}, capture_content=store.read(capture).content))
     if "checkpoint" in wanted:
-        chain.append(one("checkpoint", {"capture": capture, "vocabulary": vocabulary}))
+        parents = {"capture": capture, "vocabulary": vocabulary}
+        chain.append(one("labels", parents))
+        chain.append(one("checkpoint", parents | {"labels": chain[-1]}))
     if "export" in wanted:
         chain.append(one("export", {"checkpoint": chain[-1]}))
     if "benchmark" in wanted:

@@ -168,7 +168,7 @@ def test_what_was_made_last_goes_first(store):
     add_run(store, "b", age_days=20)
     order = [ref.kind for ref, verdict in fates(store, OLD).items() if verdict.goes]
     assert order == [
-        "benchmark", "export", "checkpoint", "capture", "verification", "vocabulary", "dataset",
+        "benchmark", "export", "checkpoint", "labels", "capture", "verification", "vocabulary", "dataset",
         "conversations",
     ]  # fmt: skip
 

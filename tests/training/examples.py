@@ -20,6 +20,7 @@ from eagle3_core.identity import (
     plan_capture,
     plan_checkpoint,
     plan_dataset,
+    plan_labels,
     plan_vocabulary,
 )
 from eagle3_core.store.dataset import DATASET_FILE, Sample, content_hash, write_dataset
@@ -152,6 +153,9 @@ def write_inputs(root: Path, config: RunConfig, target: TargetInfo, samples: Seq
         config=config,
         run_id="tiny-run",
         target_path=target.path,
-        outputs={"checkpoint": plan_checkpoint(config, target, capture.ref, vocabulary.ref)},
+        outputs={
+            "labels": plan_labels(capture.ref, vocabulary.ref),
+            "checkpoint": plan_checkpoint(config, target, capture.ref, vocabulary.ref),
+        },
         inputs={"capture": capture.ref, "vocabulary": vocabulary.ref, "dataset": dataset.ref},
     )

@@ -30,7 +30,9 @@ from eagle3_core.contracts import StepSpec
 from eagle3_core.training import train
 spec, step = StepSpec.model_validate_json(Path(sys.argv[1]).read_text()), int(sys.argv[2])
 pointer = Path(sys.argv[3]) / "resume.json"
-def progress(done, *rest, **more):
+def progress(done, total, unit, *rest, **more):
+    if unit != "steps":
+        return
     deadline = time.monotonic() + 60
     while done > 1 and not pointer.is_file() and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -59,8 +61,9 @@ class Quiet:
         self.figures: dict[str, float] = {}
 
     def __call__(self, done: float, total: float | None, unit: str, message: str = "", **more: Any) -> None:
-        self.steps.append(done)
-        self.figures = more
+        if unit == "steps":
+            self.steps.append(done)
+            self.figures = more
 
 
 def spec_of(root: Path, target: TargetInfo, samples: list[Sample] | None = None, **sections: Any) -> StepSpec:

@@ -75,17 +75,17 @@ def test_more_ranks_than_packs_or_gpus_are_refused_with_both(monkeypatch: pytest
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3")
     config = make_config(engine={"device": "cuda"}, train={"num_ranks": 4, "packs_per_step": 8})
     with pytest.raises(TrainingError, match=r"train.num_ranks is 4, but 2 GPUs are visible"):
-        launch.num_ranks(config)
+        launch.count_ranks(config)
 
 
 def test_every_gpu_that_can_have_a_pack_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3,5")
 
     def count(**settings: int) -> int:
-        return launch.num_ranks(make_config(engine={"device": "cuda"}, train=settings))
+        return launch.count_ranks(make_config(engine={"device": "cuda"}, train=settings))
 
     assert [count(packs_per_step=packs) for packs in (1, 2, 8)] == [1, 2, 3]
     assert count(packs_per_step=8, num_ranks=2) == 2
     variables = launch.rank_variables(make_config(engine={"device": "cuda"}), 2)
     assert variables == [{"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "3"}]
-    assert launch.num_ranks(make_config(train={"packs_per_step": 8})) == 1
+    assert launch.count_ranks(make_config(train={"packs_per_step": 8})) == 1

@@ -19,6 +19,7 @@ from tests.training.examples import make_config, make_samples
 from tests.training.runs import Quiet, folder_of, records_of, spec_of
 
 pytestmark = pytest.mark.engine
+AGREEMENT = ("unconditional", "conditional", "acceptance_length")
 
 
 def quarantined(root: Path, target: TargetInfo, num_ranks: int, mode: str = "ddp") -> StepSpec:
@@ -50,10 +51,16 @@ def expect_agreement(
     """The same steps with the same losses, gradients, evaluations and weights."""
     (spec, result), (other_spec, other_result) = ours, theirs
     for record, other in zip(records_of(spec, "step"), records_of(other_spec, "step"), strict=True):
-        for name in ("step", "samples", "tokens", "loss_rows", "learning_rate"):
+        for name in ("step", "samples", "tokens", "loss_rows", "learning_rate", *AGREEMENT):
             assert record[name] == other[name]
         for name in ("loss", "loss_by_step", "grad_norm"):
             assert record[name] == pytest.approx(other[name], rel=tolerance)
+        share = "draft_vocabulary_share"
+        assert record[share] == pytest.approx(other[share], abs=2e-4)  # it has four digits
+    for record, other in zip(
+        records_of(spec, "evaluation"), records_of(other_spec, "evaluation"), strict=True
+    ):
+        assert record["rates"] == other["rates"]
     for look, other_look in zip(result.evaluations, other_result.evaluations, strict=True):
         assert look.heldout_loss == pytest.approx(other_look.heldout_loss, rel=tolerance)
         assert look.heldout == other_look.heldout

@@ -23,6 +23,7 @@ from eagle3_core.store.samples import SampleSource
 from eagle3_core.target.info import TargetInfo
 from eagle3_core.training import train
 from eagle3_core.training.draft import build_draft
+from tests.tiny import make_tiny_target
 from tests.training.examples import make_samples
 from tests.training.runs import Quiet, folder_of, records_of, spec_of
 
@@ -56,7 +57,7 @@ def test_training_on_fixed_states_changes_only_with_its_step_version(
 ) -> None:
     """Golden output: when this fails and the change is meant, raise `STEP_VERSION["checkpoint"]` too."""
     losses = [epoch.train_loss for epoch in trained[1].epochs] + [trained[1].epochs[-1].heldout_loss]
-    assert STEP_VERSION["checkpoint"] == 2
+    assert STEP_VERSION["checkpoint"] == 3
     assert losses == pytest.approx([1.22491, 1.17667, 1.26388], rel=1e-3)
 
 
@@ -181,6 +182,27 @@ def test_a_vocabulary_of_another_size_is_refused_with_both(trained: tuple[StepSp
         train.run(spec, Quiet())  # type: ignore[arg-type]
 
 
+def test_a_capture_of_another_hidden_size_is_refused_with_both_before_anything_is_written(
+    tmp_path: Path, tiny_target: TargetInfo
+) -> None:
+    spec = spec_of(tmp_path / "store", tiny_target)
+    wide = make_tiny_target(tmp_path / "wide", num_layers=tiny_target.num_layers, hidden_size=128)
+    spec = spec.model_copy(update={"target_path": str(wide)})
+    with pytest.raises(TrainingError, match=r"the hidden size of .*shard-00000.*: 64; expected 128 by the"):
+        train.run(spec, Quiet())  # type: ignore[arg-type]
+    assert not folder_of(spec).exists()
+
+
+@pytest.mark.parametrize(("num_train", "num_heldout", "empty"), [(0, 4, "train"), (4, 0, "heldout")])
+def test_an_empty_split_is_refused_before_anything_is_written(
+    num_train: int, num_heldout: int, empty: str, tmp_path: Path, tiny_target: TargetInfo
+) -> None:
+    spec = spec_of(tmp_path, tiny_target, make_samples(tiny_target, num_train, num_heldout))
+    with pytest.raises(TrainingError, match=rf"the {empty} split has no sample .* split has 4"):
+        train.run(spec, Quiet())  # type: ignore[arg-type]
+    assert not folder_of(spec).exists()
+
+
 def test_replay_may_draft_deeper_than_training(tmp_path: Path, tiny_target: TargetInfo) -> None:
     spec = spec_of(
         tmp_path,
@@ -216,3 +238,16 @@ def test_a_new_draft_is_scaled_on_few_samples_and_few_tokens() -> None:
     assert chosen(*[10] * 40) == list(range(16))
     assert chosen(5000, 3000, 300, 10) == [0, 1]
     assert chosen(30_000, 10) == [0]
+
+
+def test_every_step_says_how_often_the_draft_agrees_with_the_targets_own_choice(
+    trained: tuple[StepSpec, TrainResult],
+) -> None:
+    for record in records_of(trained[0], "step"):
+        rates, chained = record["unconditional"], record["conditional"]
+        assert len(rates) == len(chained) == trained[0].config.train.ttt_steps
+        assert rates[0] == chained[0]
+        assert all(0 <= rate <= 1 for rate in rates)
+        gained = np.cumprod([rate or 0.0 for rate in chained]).sum()
+        assert record["acceptance_length"] == pytest.approx(1 + gained, abs=1e-3)
+        assert 0 < record["draft_vocabulary_share"] < 1
