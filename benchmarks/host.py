@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.host_parts import END_SECONDS, PARTS, PartOutcome, PartSpec, limit_of, run_part
-from benchmarks.host_table import format_rows, rows_of
+from benchmarks.host_table import Row, format_rows, rows_of
 from eagle3_core.host.gpus import visible_gpus
 
 
@@ -94,6 +94,11 @@ def remove_large(folder: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
+def table_of(options: argparse.Namespace, outcomes: Sequence[PartOutcome]) -> list[Row]:
+    """The rows of all parts."""
+    return [row for outcome in outcomes for row in rows_of(outcome, options.device == "cuda")]
+
+
 def document_of(
     options: argparse.Namespace, outcomes: Sequence[PartOutcome], seconds: float
 ) -> dict[str, Any]:
@@ -105,7 +110,7 @@ def document_of(
         "minutes": options.minutes,
         "seconds": seconds,
         "parts": [outcome.model_dump(mode="json") for outcome in outcomes],
-        "table": [asdict(row) | {"verdict": row.verdict} for outcome in outcomes for row in rows_of(outcome)],
+        "table": [asdict(row) | {"verdict": row.verdict} for row in table_of(options, outcomes)],
     }
 
 
@@ -146,8 +151,7 @@ def main() -> int:
     finally:
         if options.folder is None:
             shutil.rmtree(folder, ignore_errors=True)
-    rows = [row for outcome in outcomes for row in rows_of(outcome)]
-    if rows:
+    if rows := table_of(options, outcomes):
         print(f"\n{format_rows(rows)}\n")
     for outcome in outcomes:
         print(f"{outcome.name}: {outcome.state} after {outcome.seconds:.0f} s {outcome.reason}".rstrip())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.host_parts import PartOutcome
@@ -40,9 +40,15 @@ class Row:
         return f"{'reached' if self.ratio >= self.wanted else 'MISSED'} (>= {self.wanted:g})"
 
 
-def rows_of(outcome: PartOutcome) -> list[Row]:
-    """The rows of a part, as far as it came."""
-    return list(_ROWS[outcome.name](outcome.name, outcome.figures))
+def rows_of(outcome: PartOutcome, on_gpus: bool = True) -> list[Row]:
+    """The rows of a part, as far as it came.
+
+    Args:
+        outcome: of the part.
+        on_gpus: else nothing is asked of ratios: processes that share cores say nothing about scaling.
+    """
+    rows = _ROWS[outcome.name](outcome.name, outcome.figures)
+    return [row if on_gpus else replace(row, wanted=None) for row in rows]
 
 
 def format_rows(rows: Sequence[Row]) -> str:
@@ -104,7 +110,8 @@ def _capture(part: str, found: dict[str, Any]) -> Iterator[Row]:
         beside = f"plain prefill, {n} engines"
         yield Row(part, f"capture, {n} replicas", _tokens(capture[n]), capture[n] / plain[n], beside)
         scaled = _scaled(capture[n], capture["1"], count, "engine")
-        yield Row(part, f"capture, {n} replicas", *scaled, SCALING_WANTED)
+        wanted = None if part == "mla" else SCALING_WANTED  # a miniature keeps no GPU busy
+        yield Row(part, f"capture, {n} replicas", *scaled, wanted)
     if "skipped" in parallel:
         yield Row(part, "tensor parallel", parallel["skipped"])
     elif parallel:
@@ -140,7 +147,8 @@ def _training(part: str, found: dict[str, Any]) -> Iterator[Row]:
         curves = found["curves"]
         apart, relative = curves["largest_difference"], curves["largest_relative_difference"]
         value = f"at most {apart:.2e} ({relative:.1e} of the loss) in {curves['steps']} steps"
-        yield Row(part, "loss curves apart", value, apart / abs(curves["fall"]), "the fall of the loss")
+        fall = abs(curves["fall"])
+        yield Row(part, "loss curves apart", value, apart / fall if fall else None, "the fall of the loss")
 
 
 def _run(part: str, found: dict[str, Any]) -> Iterator[Row]:

@@ -91,7 +91,7 @@ def test_a_failed_part_does_not_end_the_others_and_is_told_by_the_exit_status(
 ):
     names = ("failed", "done")
     monkeypatch.setattr(host, "PARTS", tuple(Part(n, "tests.benchmarks.odd_part", 1) for n in names))
-    monkeypatch.setattr(host, "rows_of", lambda outcome: [])
+    monkeypatch.setattr(host, "rows_of", lambda outcome, on_gpus: [])
     file = tmp_path / "host.json"
     monkeypatch.setattr(
         sys, "argv", ["host", "--gpus", "2", "--device", "cpu", "--shape", "tiny", "--json", str(file)]
@@ -134,6 +134,11 @@ def test_ratios_of_capture_are_to_plain_prefill_and_to_as_many_times_one():
     ]
     ratios = [row.ratio for row in rows[1:]]
     assert ratios == pytest.approx([0.98, 790 / 800, 745 / 790, 745 / 784, 4.0, 0.95])
+
+
+def test_nothing_is_asked_of_processes_on_a_cpu_and_of_a_miniature():
+    assert {row.verdict for row in rows_of(outcome("capture", CAPTURE), on_gpus=False)} == {""}
+    assert {row.verdict for row in rows_of(outcome("mla", CAPTURE))} == {""}
 
 
 def test_one_gpu_has_no_rows_of_several():
