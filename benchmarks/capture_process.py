@@ -30,9 +30,10 @@ class Worker:
         spec: the file that says what is measured.
         mode: `plain` or `capture`.
         environment: of the process.
+        watch_memory: whether `peak_bytes` is kept up.
     """
 
-    def __init__(self, spec: Path, mode: str, environment: dict[str, str]) -> None:
+    def __init__(self, spec: Path, mode: str, environment: dict[str, str], watch_memory: bool = True) -> None:
         self._mode, self._log = mode, spec.parent / f"{mode}.log"
         command = [sys.executable, "-m", "benchmarks.capture_worker", str(spec), mode]
         self._process = subprocess.Popen(
@@ -42,7 +43,8 @@ class Worker:
         self._answers: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self.peak_bytes = 0
         threading.Thread(target=self._read, name=f"{mode}-answers", daemon=True).start()
-        threading.Thread(target=self._watch, name=f"{mode}-memory", daemon=True).start()
+        if watch_memory:
+            threading.Thread(target=self._watch, name=f"{mode}-memory", daemon=True).start()
 
     def ask(self, command: str) -> dict[str, Any]:
         """Send a command and wait for its answer.
@@ -114,6 +116,12 @@ def ask_all(workers: Sequence[Worker], command: str) -> list[dict[str, Any]]:
     """
     with ThreadPoolExecutor(len(workers)) as pool:
         return list(pool.map(lambda worker: worker.ask(command), workers))
+
+
+def close_all(workers: Sequence[Worker]) -> None:
+    """End several processes at once, each with its children."""
+    with ThreadPoolExecutor(len(workers)) as pool:
+        list(pool.map(Worker.close, workers))
 
 
 def _sort_lines(lines: IO[str], log: IO[str], answers: queue.SimpleQueue[dict[str, Any] | None]) -> None:

@@ -32,6 +32,8 @@ from benchmarks.host_parts import END_SECONDS, PARTS, PartOutcome, PartSpec, lim
 from benchmarks.host_table import Row, format_rows, rows_of
 from eagle3_core.host.gpus import visible_gpus
 
+LARGE_BYTES = 1 << 22
+
 
 def chosen_devices(device: str, count: int, visible: Sequence[str]) -> tuple[str, ...]:
     """The GPUs that are measured: the first of those that are visible; none on the CPU.
@@ -88,10 +90,10 @@ def outcome_line(outcome: PartOutcome) -> str:
 
 
 def remove_large(folder: Path) -> None:
-    """Remove all of a part's folder but its log, its spec and its figures."""
-    for path in folder.iterdir():
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
+    """Remove a part's large files: the next part may need their space, and logs are small."""
+    for path in folder.rglob("*"):
+        if path.is_file() and path.stat().st_size > LARGE_BYTES:
+            path.unlink()
 
 
 def table_of(options: argparse.Namespace, outcomes: Sequence[PartOutcome]) -> list[Row]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.capture import MODES, find_target, parse, prepare
-from benchmarks.capture_process import Worker, ask_all
+from benchmarks.capture_process import Worker, ask_all, close_all
 from benchmarks.capture_worker import WorkerSpec
 from benchmarks.host_parts import PartSpec, serve, tell
 from eagle3_core.capture.replica import replica_variables
@@ -99,7 +99,10 @@ def measure_engines(spec: PartSpec, options: Namespace, folder: Path, count: int
     environment = engine_environment(config.engine)
     variables = replica_variables(config, count, list(spec.devices))
     workers = {
-        mode: [Worker(file, mode, environment | own) for file, own in zip(files, variables, strict=True)]
+        mode: [
+            Worker(file, mode, environment | own, watch_memory=False)
+            for file, own in zip(files, variables, strict=True)
+        ]
         for mode in MODES
     }
     try:
@@ -109,8 +112,7 @@ def measure_engines(spec: PartSpec, options: Namespace, folder: Path, count: int
         tell(f"{folder.name}: {2 * count} engines loaded in {seconds:.0f} s")
         rounds = _rounds(workers, count)
     finally:
-        for worker in (each for group in workers.values() for each in group):
-            worker.close()
+        close_all([worker for group in workers.values() for worker in group])
     return {
         "engine": loaded[0][0]["engine"],
         "device": loaded[0][0]["device"],

@@ -24,6 +24,7 @@ from eagle3_core.artifacts import ArtifactPlan, ArtifactRef
 from eagle3_core.config import PROJECT_ROOT, RunConfig
 from eagle3_core.contracts import METRICS_FILE, StepSpec, TrainResult
 from eagle3_core.host.process import run_step
+from eagle3_core.identity import plan_labels
 from eagle3_core.store.local import LocalStore
 from eagle3_core.training.metrics_log import read_records
 
@@ -131,7 +132,7 @@ def train(spec: PartSpec, root: Path, refs: dict[str, ArtifactRef], count: int) 
         config=config,
         run_id=f"ranks-{count}",
         target_path=config.target.model,
-        outputs={"checkpoint": plan},
+        outputs={"checkpoint": plan, "labels": plan_labels(refs["capture"], refs["vocabulary"])},
         inputs=refs,
     )
     folder, started = root / step.run_id, time.perf_counter()

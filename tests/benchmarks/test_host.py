@@ -102,6 +102,15 @@ def test_a_failed_part_does_not_end_the_others_and_is_told_by_the_exit_status(
     assert "the engine is not there" in capsys.readouterr().out
 
 
+def test_large_files_of_a_part_go_and_its_logs_stay(tmp_path: Path):
+    (tmp_path / "engine").mkdir()
+    (tmp_path / "engine" / "plain.log").write_text("loaded")
+    with (tmp_path / "engine" / "model.safetensors").open("wb") as file:
+        file.truncate(1 << 23)
+    host.remove_large(tmp_path)
+    assert [path.name for path in tmp_path.rglob("*")] == ["engine", "plain.log"]
+
+
 def test_every_part_has_rows_and_fits_into_eight_minutes():
     assert sum(part.share for part in PARTS) == 480
     for part in PARTS:
