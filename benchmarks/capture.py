@@ -16,27 +16,23 @@ from __future__ import annotations
 
 import argparse
 import json
-import queue
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
-import psutil
 
-from benchmarks.capture_worker import PREFIX, WorkerSpec
-from benchmarks.random_target import SHAPES
+from benchmarks.capture_process import Worker
+from benchmarks.capture_worker import WorkerSpec
+from benchmarks.random_target import SHAPES, write_hollow_target
 from eagle3_core.capture.job import CaptureJob, capture_layout
 from eagle3_core.config import PROJECT_ROOT, RunConfig
-from eagle3_core.errors import CaptureError
 from eagle3_core.host.engine_environment import engine_environment
 from eagle3_core.store.dataset import DATASET_FILE, Sample, write_dataset
 from eagle3_core.store.shards import PlannedShard, ShardLayout, plan_shards
@@ -47,8 +43,6 @@ SHARD_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}
 """The default by device: on a GPU that of a profile, on a CPU several shards in a short round."""
 GPU_SHARE = 0.42
 """Of the GPU's memory for each of the two engines."""
-MEMORY_SECONDS = 0.1
-LOG_LINES = 15
 
 
 def make_prompts(num_prompts: int, num_tokens: int, vocab_size: int, repeats: int) -> list[list[Sample]]:
@@ -89,105 +83,6 @@ def plan_rounds(
     return shards, ranges
 
 
-class Worker:
-    """One engine's process, its answers, and the most memory that it and its children hold.
-
-    Args:
-        spec: the file that says what is measured.
-        mode: `plain` or `capture`.
-        environment: of the process.
-    """
-
-    def __init__(self, spec: Path, mode: str, environment: dict[str, str]) -> None:
-        self._mode, self._log = mode, spec.parent / f"{mode}.log"
-        command = [sys.executable, "-m", "benchmarks.capture_worker", str(spec), mode]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            text=True, cwd=PROJECT_ROOT, env=environment, start_new_session=True,
-        )  # fmt: skip
-        self._answers: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-        self.peak_bytes = 0
-        threading.Thread(target=self._read, name=f"{mode}-answers", daemon=True).start()
-        threading.Thread(target=self._watch, name=f"{mode}-memory", daemon=True).start()
-
-    def ask(self, command: str) -> dict[str, Any]:
-        """Send a command and wait for its answer.
-
-        Raises:
-            CaptureError: the process ended; with the last lines of its log.
-        """
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(command + "\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            pass
-        answer = self._answers.get()
-        if answer is None:
-            tail = "\n".join(self._log.read_text().splitlines()[-LOG_LINES:])
-            raise CaptureError(f"the {self._mode} engine ended at `{command}`:\n{tail}")
-        return answer
-
-    def cpu_seconds(self) -> float:
-        """Processor time that the process and its children have used."""
-        used = 0.0
-        for process in _family(self._process.pid):
-            try:
-                times = process.cpu_times()
-            except psutil.NoSuchProcess:
-                continue
-            used += times.user + times.system
-        return used
-
-    def close(self) -> None:
-        """End the process and its children."""
-        assert self._process.stdin is not None
-        children = _family(self._process.pid)
-        try:
-            self._process.stdin.close()
-            self._process.wait(20)
-        except (subprocess.TimeoutExpired, BrokenPipeError):
-            pass
-        for process in children:
-            try:
-                process.kill()
-            except psutil.NoSuchProcess:
-                continue
-
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        with self._log.open("w", buffering=1) as log:
-            _sort_lines(self._process.stdout, log, self._answers)
-        self._answers.put(None)
-
-    def _watch(self) -> None:
-        while self._process.poll() is None:
-            held = 0
-            for process in _family(self._process.pid):
-                try:
-                    held += process.memory_info().rss
-                except psutil.NoSuchProcess:
-                    continue
-            self.peak_bytes = max(self.peak_bytes, held)
-            time.sleep(MEMORY_SECONDS)
-
-
-def _sort_lines(lines: IO[str], log: IO[str], answers: queue.SimpleQueue[dict[str, Any] | None]) -> None:
-    for line in lines:
-        if line.startswith(PREFIX):
-            answers.put(json.loads(line.removeprefix(PREFIX)))
-        else:
-            log.write(line)
-
-
-def _family(pid: int) -> list[psutil.Process]:
-    try:
-        process = psutil.Process(pid)
-        return [process, *process.children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return []
-
-
 def make_config(options: argparse.Namespace, target: Path, folder: Path) -> RunConfig:
     """The settings of both engines."""
     capture = {
@@ -204,6 +99,7 @@ def make_config(options: argparse.Namespace, target: Path, folder: Path) -> RunC
         "engine": {
             "python": sys.executable,
             "device": options.device,
+            "tensor_parallel_size": options.tensor_parallel,
             "max_num_seqs": options.num_seqs,
             "max_model_len": options.prompt_tokens + 64,
             "gpu_memory_utilization": GPU_SHARE,
@@ -226,7 +122,14 @@ def prepare(options: argparse.Namespace, target: Path, folder: Path) -> Path:
     job = CaptureJob(
         engine=options.engine, dataset_folder=str(dataset), folder=str(stored), layout=layout, shards=shards
     )
-    spec = WorkerSpec(config=config, target_path=str(target), job=job, rounds=ranges, eager=options.eager)
+    spec = WorkerSpec(
+        config=config,
+        target_path=str(target),
+        job=job,
+        rounds=ranges,
+        eager=options.eager,
+        dummy=options.dummy,
+    )
     path = folder / "spec.json"
     path.write_text(spec.model_dump_json())
     return path
@@ -324,14 +227,17 @@ def find_target(options: argparse.Namespace, folder: Path) -> Path:
     if options.shape not in SHAPES:
         return Path(options.shape)
     target = folder / options.shape
+    if options.dummy:
+        write_hollow_target(SHAPES[options.shape], target)
+        return target
     if not (target / "config.json").exists():
         command = [sys.executable, "-m", "benchmarks.random_target", options.shape, str(target)]
         subprocess.run([*command, "--device", options.device], check=True, cwd=PROJECT_ROOT)
     return target
 
 
-def main() -> None:
-    """Measure and print a table."""
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options of a command line, by default of this process's."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -344,12 +250,20 @@ def main() -> None:
     parser.add_argument("--shard-bytes", type=int, help="256 MiB on the CPU, else 1 GiB")
     parser.add_argument("--batch-tokens", type=int, help="of an engine step; 2,048 on the CPU, else 8,192")
     parser.add_argument("--num-seqs", type=int, default=32, help="sequences at once")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs that hold each engine's target")
     parser.add_argument("--attention-backend", help="SGLang's, e.g. triton")
     parser.add_argument("--eager", action="store_true", help="vLLM without compilation and CUDA graphs")
+    parser.add_argument("--dummy", action="store_true", help="vLLM makes up the weights of the named shape")
     parser.add_argument("--folder", type=Path, help="for target, prompts and shards; kept if it is named")
     parser.add_argument("--json", type=Path, help="write everything measured to this file")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     options.shard_bytes = options.shard_bytes or SHARD_BYTES[options.device]
+    return options
+
+
+def main() -> None:
+    """Measure and print a table."""
+    options = parse()
     folder = Path(options.folder or tempfile.mkdtemp(prefix="eagle3-capture-")).absolute()
     try:
         result = measure(options, find_target(options, folder), folder)

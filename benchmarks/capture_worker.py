@@ -45,6 +45,8 @@ class WorkerSpec(BaseModel):
     rounds: tuple[tuple[int, int], ...]
     """Each round's shards as a range of `job.shards`; the first one is for warming up."""
     eager: bool
+    dummy: bool = False
+    """Whether the engine makes up weights instead of reading them (vLLM)."""
 
     def shards_of(self, number: int) -> tuple[PlannedShard, ...]:
         """The shards of a round."""
@@ -57,6 +59,7 @@ class Round:
     """What one round of an engine took.
 
     Attributes:
+        began: by this host's monotonic clock.
         seconds: until the last prompt was computed, or the last shard was on disk.
         last_token_seconds: until the last prompt was computed.
         tokens: prompt tokens.
@@ -65,6 +68,7 @@ class Round:
         most_in_flight: shards that had been begun and were not finished, at most.
     """
 
+    began: float = 0.0
     seconds: float = 0.0
     last_token_seconds: float = 0.0
     tokens: int = 0
@@ -105,7 +109,7 @@ class Engine(ABC):
             self._num_tokens = self._prefill([sample.input_ids.tolist() for sample in samples])
             self._last_token = time.perf_counter()
             result = Round()
-        result.seconds = time.perf_counter() - started
+        result.began, result.seconds = started, time.perf_counter() - started
         result.last_token_seconds = self._last_token - started
         result.tokens = self._num_tokens
         if self._num_tokens != wanted or (self._captures and result.num_shards != len(shards)):
@@ -163,6 +167,8 @@ class VllmEngine(Engine):
                 del arguments[name]
         if spec.eager:
             arguments["enforce_eager"] = True
+        if spec.dummy:
+            arguments["load_format"] = "dummy"
         self._llm = load_vllm(spec.config, spec.target_path, **arguments, skip_tokenizer_init=True)
         check_settings(self._llm.llm_engine.vllm_config, self._longest)
 

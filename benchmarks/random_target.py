@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 FILE_BYTES = 4 << 30
 STANDARD_DEVIATION = 0.02
@@ -36,6 +38,7 @@ class TargetShape:
 
 
 SHAPES = {
+    "tiny": TargetShape(128, 256, 8, 4, 2, 512),
     "smollm2": TargetShape(576, 1536, 30, 9, 3, 49_152, tied=True),
     "llama-8b": TargetShape(4096, 14336, 32, 32, 8, 128_256),
 }
@@ -95,9 +98,7 @@ def group_files(shapes: dict[str, tuple[int, ...]], file_bytes: int) -> Iterator
     names: list[str] = []
     filled = 0
     for name, sizes in shapes.items():
-        size = 2
-        for length in sizes:
-            size *= length
+        size = 2 * math.prod(sizes)
         if names and filled + size > file_bytes:
             yield names
             names, filled = [], 0
@@ -140,7 +141,28 @@ def write_random_target(
     size = sum((folder / name).stat().st_size for name in set(places.values()))
     index = {"metadata": {"total_size": size}, "weight_map": places}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+    write_config(shape, folder)
+
+
+def write_config(shape: TargetShape, folder: Path) -> None:
+    """Write the configuration."""
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(target_config(shape), indent=1))
+
+
+def write_hollow_target(shape: TargetShape, folder: Path) -> None:
+    """Write a target for an engine that makes up weights: its file names them all and holds only a hole."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, sizes in weight_shapes(shape).items():
+        start, end = end, end + 2 * math.prod(sizes)
+        header[name] = {"dtype": "BF16", "shape": sizes, "data_offsets": (start, end)}
+    write_config(shape, folder)
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(file.tell() + end)
 
 
 def main() -> None:

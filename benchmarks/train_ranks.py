@@ -6,18 +6,17 @@
 
 A step has `--packs` packs, equally large for every number of ranks, so one rank takes them one after the
 other. The first step's loss and gradient norm are printed too: they are the same for every number of ranks.
-Ranks are started by torchrun. On shared cores no figure says anything but that.
+What is sent in a step (weights, gradients) is timed on its own, with all ranks ready before it. Ranks are
+started by torchrun. On shared cores no figure says anything but that.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
-import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,14 +24,14 @@ from typing import Any
 
 import torch
 
+from benchmarks.rank_processes import is_rank, join_ranks, leave, run_ranks
 from benchmarks.train_step import GIB, SHAPES, Step, make_draft, make_samples, ours
-from eagle3_core.config import PROJECT_ROOT
-from eagle3_core.training.ranks import Ranks, join
+from eagle3_core.training.ranks import Ranks
 from eagle3_core.training.sharing import share_packs
 from eagle3_core.training.weights import Weights, hold_weights
 
-WORKER = "RANKS_BENCHMARK_RESULT"
 SEED = 1000
+COMMUNICATION_ROUNDS = 3
 
 
 class Runner:
@@ -72,6 +71,17 @@ class Runner:
         self.optimizer.zero_grad(set_to_none=True)
         return self.ranks.total([float(loss)])[0], norm
 
+    def communication_seconds(self) -> float:
+        """How long ranks take to send weights and gradients in a step, with nothing computed beside it."""
+        spent = 0.0
+        with contextlib.ExitStack() as stack:
+            spent += self.seconds(lambda: stack.enter_context(self.weights.whole()))
+            for forward in self.forwards:
+                forward().backward()
+            spent += self.seconds(self.weights.reduce)
+        self.optimizer.zero_grad(set_to_none=True)
+        return spent
+
     def seconds(self, act: Callable[[], object]) -> float:
         """How long all ranks take for it together."""
         self._settle()
@@ -86,55 +96,39 @@ class Runner:
         self.ranks.wait()
 
 
-def work(options: argparse.Namespace, result: Path) -> None:
-    """Be one rank; the first one writes what was measured."""
-    if options.device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        ranks = join(torch.device("cuda", torch.cuda.current_device()))
-    else:
-        ranks = join(torch.device("cpu"))
+def work(options: argparse.Namespace) -> None:
+    """Be one rank; the first one leaves what was measured."""
+    ranks = join_ranks(options.device)
     runner = Runner(options, ranks)
     loss, norm = runner.step()
     for _ in range(options.warm_up):
         runner.step()
     spent = [runner.seconds(runner.step) for _ in range(options.rounds)]
+    sending = [runner.communication_seconds() for _ in range(COMMUNICATION_ROUNDS)]
     found: dict[str, Any] = {
         "ranks": ranks.size,
         "loss": loss,
         "norm": norm,
         "ms": 1000 * statistics.median(spent),
         "spread_ms": [1000 * min(spent), 1000 * max(spent)],
+        "communication_ms": 1000 * statistics.median(sending) if ranks.size > 1 else 0.0,
         "tokens_per_second": runner.tokens / statistics.median(spent),
     }
     if options.device == "cuda":
         found["peak_gib"] = torch.cuda.max_memory_allocated() / GIB
-    if ranks.is_first:
-        result.write_text(json.dumps(found))
-
-
-def measure(count: int, arguments: list[str]) -> dict[str, Any]:
-    """Run so many ranks over the same command line; returns what the first one measured."""
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "result.json"
-        command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
-        subprocess.run(
-            [sys.executable, *command, "-m", "benchmarks.train_ranks", *arguments],
-            env=os.environ | {WORKER: str(result)},
-            cwd=PROJECT_ROOT,
-            check=True,
-        )
-        return json.loads(result.read_text())
+    leave(found, ranks)
 
 
 def report(found: list[dict[str, Any]]) -> None:
     """Print each number of ranks beside the first."""
     for each in found:
         ratio = each["tokens_per_second"] / found[0]["tokens_per_second"]
+        sending = f", {each['communication_ms']:.1f} of them sending" if each["ranks"] > 1 else ""
         memory = f", peak {each['peak_gib']:.1f} GiB a GPU" if "peak_gib" in each else ""
         print(
             f"{each['ranks']} ranks: {each['ms']:.1f} ms a step ({each['spread_ms'][0]:.1f}-"
-            f"{each['spread_ms'][1]:.1f}), {each['tokens_per_second']:.0f} tokens/s, {ratio:.2f} x{memory}; "
-            f"first step: loss {each['loss']:.6f}, gradient norm {each['norm']:.6f}"
+            f"{each['spread_ms'][1]:.1f}{sending}), {each['tokens_per_second']:.0f} tokens/s, {ratio:.2f} x"
+            f"{memory}; first step: loss {each['loss']:.6f}, gradient norm {each['norm']:.6f}"
         )
 
 
@@ -154,10 +148,10 @@ def main() -> None:
     parser.add_argument("--warm-up", type=int, default=3)
     parser.add_argument("--json", type=Path, help="write all figures to a file")
     options = parser.parse_args()
-    if WORKER in os.environ:
-        work(options, Path(os.environ[WORKER]))
+    if is_rank():
+        work(options)
         return
-    found = [measure(count, sys.argv[1:]) for count in options.ranks]
+    found = [run_ranks("benchmarks.train_ranks", count, sys.argv[1:]) for count in options.ranks]
     report(found)
     if options.json:
         options.json.write_text(json.dumps(found, indent=1))

@@ -274,7 +274,12 @@ class TrainResult(_Message):
     num_steps: int
     num_parameters: int = Field(description="Trained parameters.")
     resumed_from_step: int | None
-    tokens_per_second: float | None = Field(description="Packed tokens of this step per second.")
+    tokens_per_second: float | None = Field(
+        description="Packed tokens of this step per second, without its first optimizer step."
+    )
+    warm_up_seconds: float | None = Field(
+        default=None, description="The first optimizer step of this step, in which kernels are compiled."
+    )
     epochs: list[EpochMetrics]
     best_epoch: int
     replay: AcceptanceFigures = Field(

@@ -1,7 +1,8 @@
-"""How much memory a run's engines need at least, and the refusal of a host that has less.
+"""How much memory a run's engines and its training need at least, and the refusal of a host that has less.
 
-These are lower bounds from sizes that are known before loading: weights, KV cache, captured states. Buffers
-of the engine come on top, so a host that passes may still be too small; one that is refused surely is.
+These are lower bounds from sizes that are known before loading: weights, KV cache, captured states, what the
+optimizer keeps. Buffers come on top, so a host that passes may still be too small; one that is refused surely
+is.
 """
 
 from __future__ import annotations
@@ -13,13 +14,17 @@ from pydantic import BaseModel, ConfigDict
 from eagle3_core.capture.job import MAX_SHARDS_IN_FLIGHT
 from eagle3_core.config import RunConfig
 from eagle3_core.errors import HostError
+from eagle3_core.estimate.sizes import MOMENTS, draft_parameters
 from eagle3_core.host.gpus import GpuMemory
+from eagle3_core.identity import draft_vocab_size
 from eagle3_core.store.shards import DTYPE_BYTES
 from eagle3_core.target.architecture import FULL, SLIDING
 from eagle3_core.target.info import TargetInfo
 from eagle3_core.target.layers import resolve_aux_layer_ids
 
 GIB = 1 << 30
+CHECKPOINT_COPIES = 2
+"""One is written while the next is taken."""
 
 
 class MemoryNeed(BaseModel):
@@ -36,8 +41,34 @@ class MemoryNeed(BaseModel):
         return self.weights + self.kv_cache + self.states
 
     def __str__(self) -> str:
-        parts = {"weights": self.weights, "KV cache": self.kv_cache, "captured states": self.states}
-        return " + ".join(f"{size / GIB:.1f} GiB of {name}" for name, size in parts.items() if size)
+        return _listed({"weights": self.weights, "KV cache": self.kv_cache, "captured states": self.states})
+
+
+class TrainingNeed(BaseModel):
+    """The least memory of a training on one GPU or on the host, in bytes."""
+
+    model_config = ConfigDict(frozen=True)
+    state: int
+    frozen: int
+    copies: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.state + self.frozen + self.copies
+
+    def __str__(self) -> str:
+        return _listed(
+            {
+                "weights, gradients and optimizer state": self.state,
+                "frozen embeddings and LM heads": self.frozen,
+                "checkpoint copies": self.copies,
+            }
+        )
+
+
+def _listed(parts: dict[str, int]) -> str:
+    return " + ".join(f"{size / GIB:.1f} GiB of {name}" for name, size in parts.items() if size)
 
 
 def weight_bytes(target: TargetInfo, dtype: str) -> int:
@@ -106,6 +137,48 @@ def need_on_gpu(config: RunConfig, target: TargetInfo) -> MemoryNeed:
     return MemoryNeed(weights=weights, kv_cache=capturing, states=states)
 
 
+def training_on_gpu(config: RunConfig, target: TargetInfo, num_ranks: int) -> TrainingNeed:
+    """What training needs of each GPU: fp32 weights, gradients and optimizer state, and what is frozen.
+
+    Args:
+        config: the run's.
+        target: its target.
+        num_ranks: GPUs that train; they share the state unless `train.parallel` is ddp.
+    """
+    shares = 1 if config.train.parallel == "ddp" else num_ranks
+    state, _ = _trained_bytes(config, target)
+    return TrainingNeed(state=state // shares, frozen=_frozen_bytes(config, target), copies=0)
+
+
+def training_on_host(config: RunConfig, target: TargetInfo, num_ranks: int) -> TrainingNeed:
+    """What training needs of the host: two copies of what a checkpoint holds, and on the CPU all the rest.
+
+    Args:
+        config: the run's.
+        target: its target.
+        num_ranks: processes; on the CPU each has a whole draft.
+    """
+    state, saved = _trained_bytes(config, target)
+    live = num_ranks if config.engine.device == "cpu" else 0
+    return TrainingNeed(
+        state=live * state, frozen=live * _frozen_bytes(config, target), copies=CHECKPOINT_COPIES * saved
+    )
+
+
+def _trained_bytes(config: RunConfig, target: TargetInfo) -> tuple[int, int]:
+    """Of trained parameters: weights, gradients and optimizer state; and what of it is saved."""
+    trained, _ = draft_parameters(config, target)
+    moments = MOMENTS if config.train.optimizer == "adamw" else 1
+    return 4 * trained * (2 + moments), 4 * trained * (1 + moments)
+
+
+def _frozen_bytes(config: RunConfig, target: TargetInfo) -> int:
+    """The target's embedding, the teacher's LM head and the draft's own where it is not trained, in fp32."""
+    _, head = draft_parameters(config, target)
+    teacher = draft_vocab_size(config, target) * target.hidden_size
+    return 4 * (target.vocab_size * target.hidden_size + teacher + head)
+
+
 def check_host(need: MemoryNeed, available: int) -> None:
     """Refuse a host with too little memory.
 
@@ -145,4 +218,35 @@ def check_gpus(config: RunConfig, need: MemoryNeed, gpus: Sequence[GpuMemory]) -
                 f"{gpu.total_bytes / GIB:.1f} (the target needs {need.total / GIB:.1f})",
                 remedy="end the programs that hold its memory, choose others with CUDA_VISIBLE_DEVICES, or "
                 "lower engine.gpu_memory_utilization",
+            )
+
+
+def check_training(need_of_host: TrainingNeed, available: int) -> None:
+    """Refuse a host with too little memory for training.
+
+    Raises:
+        HostError: found and needed, by part.
+    """
+    if need_of_host.total > available:
+        raise HostError(
+            f"{available / GIB:.1f} GiB of memory are available",
+            expected=f"at least {need_of_host.total / GIB:.1f} GiB for training ({need_of_host})",
+            remedy="end other programs, lower draft.num_layers or draft.intermediate_size, or take a larger "
+            "host",
+        )
+
+
+def check_training_gpus(need: TrainingNeed, gpus: Sequence[GpuMemory]) -> None:
+    """Refuse GPUs that are too small to train the draft.
+
+    Raises:
+        HostError: names the GPU, what it has and what is needed.
+    """
+    for gpu in gpus:
+        if need.total > gpu.total_bytes:
+            raise HostError(
+                f"GPU {gpu.device} has {gpu.total_bytes / GIB:.1f} GiB",
+                expected=f"at least {need.total / GIB:.1f} GiB for training ({need})",
+                remedy="train on more GPUs with train.parallel: fsdp2, or lower draft.num_layers, "
+                "draft.intermediate_size or draft.vocab_size",
             )

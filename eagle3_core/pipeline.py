@@ -9,39 +9,22 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
-
-from eagle3_core.artifacts import ArtifactKind, ArtifactPlan, ArtifactRef
+from eagle3_core import making
 from eagle3_core.config import RunConfig, Stage
-from eagle3_core.contracts import (
-    RESULT_TYPES,
-    BenchmarkResult,
-    ExtractResult,
-    PrepareResult,
-    ProgressEvent,
-    StepName,
-    StepSpec,
-)
-from eagle3_core.data.ledger import Ledger
-from eagle3_core.errors import EXIT_BUG, Eagle3Error, StepError, StoreError, VerificationError
+from eagle3_core.errors import EXIT_BUG, Eagle3Error, StepError, StoreError
 from eagle3_core.estimate.run import check_space, estimate_run, space_line
-from eagle3_core.host.engine_environment import capture_engine_config
-from eagle3_core.host.lines import without_secrets
-from eagle3_core.host.process import run_step
 from eagle3_core.host.run_folder import RunFolder, used_by_runs
 from eagle3_core.leftovers import remove_leftovers
-from eagle3_core.planning import STAGE_INPUTS, RunPlan, plan_run
+from eagle3_core.planning import RunPlan
 from eagle3_core.preflight import Check, check_settings, run_checks
 from eagle3_core.probing import CHECK_NAME, check_probe
 from eagle3_core.report.write import write_report
 from eagle3_core.run_space import RunSpace
-from eagle3_core.serving.acceptance import check_acceptance
+from eagle3_core.stage_run import Callbacks, StageOutcome, StageRun
 from eagle3_core.store.collect import collect_garbage
-from eagle3_core.store.condemned import condemn
 from eagle3_core.store.disk import as_host_error, guarding, unguarded
 from eagle3_core.store.open import open_store
 from eagle3_core.store.uses import RunUse
@@ -53,32 +36,6 @@ NOT_RETRIED = {
 }  # fmt: skip
 """Errors that a second attempt would only repeat."""
 logger = logging.getLogger(__name__)
-
-MAX_LISTED = 8
-CAPTURE_STEPS: tuple[StepName, ...] = ("extract", "probe")
-"""Steps that run in the environment of the capture engine."""
-
-
-@dataclass(frozen=True)
-class Callbacks:
-    """Where a stage's lines and progress go; `on_tick` may raise to end the stage."""
-
-    on_line: Callable[[str], None] | None = None
-    on_progress: Callable[[ProgressEvent], None] | None = None
-    on_tick: Callable[[], None] | None = None
-
-
-class StageOutcome(BaseModel):
-    """What a stage made; small, it crosses Prefect."""
-
-    model_config = ConfigDict(frozen=True)
-    stage: Stage
-    reused: bool = False
-    artifacts: tuple[ArtifactRef, ...] = ()
-    seconds: float = 0.0
-    message: str = ""
-    result: dict[str, Any] = Field(default={}, description="The step's result.")
-    details: dict[str, Any] = Field(default={}, description="Of stages without an artifact.")
 
 
 class StageError(Eagle3Error):
@@ -100,37 +57,6 @@ class StageError(Eagle3Error):
         return kind not in NOT_RETRIED
 
 
-@dataclass(frozen=True)
-class _Run:
-    config: RunConfig
-    folder: RunFolder
-    callbacks: Callbacks
-    use: RunUse
-    space: RunSpace
-
-    def plan(self) -> RunPlan:
-        """Decide every id that can be known now, and note in the store that this run uses them.
-
-        The note comes before anybody looks what is there: garbage collection leaves alone what it names.
-        """
-        plan = plan_run(self.config)
-        self.use.say(plan.store, (planned.ref for planned in plan.artifacts.values()))
-        return plan
-
-    def step(self, name: StepName, spec: BaseModel) -> Any:
-        """Run a step with this run's settings."""
-        return run_step(
-            name,
-            spec,
-            engine=capture_engine_config(self.config) if name in CAPTURE_STEPS else self.config.engine,
-            folder=self.folder.log_path(name).parent,
-            on_line=self.callbacks.on_line,
-            on_progress=self.space.progress,
-            on_tick=self.space.tick,
-            timeout_seconds=self.config.limits.step_timeout_minutes * 60,
-        )
-
-
 def run_stage(
     stage: Stage, config: RunConfig, run_id: str, callbacks: Callbacks | None = None
 ) -> StageOutcome:
@@ -142,10 +68,10 @@ def run_stage(
     folder, callbacks = RunFolder(config.workspace_path / "runs" / run_id), callbacks or Callbacks()
     space = RunSpace(config, folder, stage, callbacks.on_progress, callbacks.on_tick)
     with RunUse(run_id) as use, guarding(space.guard):
-        return _run_stage(stage, _Run(config, folder, callbacks, use, space))
+        return _run_stage(stage, StageRun(config, folder, callbacks, use, space))
 
 
-def _run_stage(stage: Stage, run: _Run) -> StageOutcome:
+def _run_stage(stage: Stage, run: StageRun) -> StageOutcome:
     started = time.monotonic()
     try:
         earlier = run.folder.record().stage(stage)
@@ -175,7 +101,7 @@ def _run_stage(stage: Stage, run: _Run) -> StageOutcome:
     return outcome.model_copy(update={"seconds": seconds})
 
 
-def _record_failure(run: _Run, stage: Stage, state: str, message: str, seconds: float) -> None:
+def _record_failure(run: StageRun, stage: Stage, state: str, message: str, seconds: float) -> None:
     """Record it where the run folder still exists; the error itself matters more."""
     with contextlib.suppress(Eagle3Error), unguarded():
         spent = getattr(run.folder.record().stage(stage), "seconds", None) or 0.0
@@ -184,12 +110,12 @@ def _record_failure(run: _Run, stage: Stage, state: str, message: str, seconds: 
         )
 
 
-def _log_name(run: _Run, stage: Stage) -> str | None:
+def _log_name(run: StageRun, stage: Stage) -> str | None:
     path = run.folder.log_path(stage)
     return path.relative_to(run.folder.path).as_posix() if path.is_file() else None
 
 
-def _preflight(run: _Run) -> StageOutcome:
+def _preflight(run: StageRun) -> StageOutcome:
     """Check the host, fetch a missing built-in target, check that too, then ask the probe."""
     config = run.config
     stages = [record.stage for record in run.folder.record().stages]
@@ -214,7 +140,7 @@ def _preflight(run: _Run) -> StageOutcome:
     )
 
 
-def _plan(run: _Run) -> StageOutcome:
+def _plan(run: StageRun) -> StageOutcome:
     """Estimate the run's bytes and minutes, refuse what does not fit, and reserve the space."""
     check_settings(run.config)
     stages = [record.stage for record in run.folder.record().stages]
@@ -233,140 +159,7 @@ def _plan(run: _Run) -> StageOutcome:
     )
 
 
-def _make(stage: StepName) -> Callable[[_Run], StageOutcome]:
-    """The handler of a stage that makes artifacts through a step."""
-
-    def handler(run: _Run) -> StageOutcome:
-        plan = run.plan()
-        outputs, inputs = plan.outputs(stage), plan.inputs(stage)  # type: ignore[arg-type]
-        reused = _intact(plan, outputs) and not (stage == "verify" and _is_outdated(plan))
-        if not reused:
-            _check_not_imported(plan, stage)
-            _check_inputs(plan, stage, inputs)
-            _tell_of_the_trash(plan, outputs)
-            _reserve(run, plan, stage)  # type: ignore[arg-type]
-            spec = StepSpec(
-                config=without_secrets(run.config),
-                run_id=run.folder.run_id,
-                target_path=str(plan.target_path),
-                outputs={str(kind): planned for kind, planned in outputs.items()},
-                inputs={str(kind): ref for kind, ref in inputs.items()},
-            )
-            run.step(stage, spec)
-        return _outcome(run, plan, stage, outputs, reused)
-
-    return handler
-
-
-def _check_not_imported(plan: RunPlan, stage: str) -> None:
-    """Refuse to capture what was imported: an engine of ours would make other states.
-
-    Raises:
-        StoreError: the imported capture is not intact.
-    """
-    if stage == "extract" and plan.config.data.capture is not None:
-        raise StoreError(
-            f"{plan.artifacts['capture'].ref} was imported and is not intact",
-            remedy="import it again (`eagle3 capture import`): it makes only the damaged shards anew",
-        )
-
-
-def _tell_of_the_trash(plan: RunPlan, outputs: dict[ArtifactKind, ArtifactPlan]) -> None:
-    """Say of what is about to be made anew that it could be put back; whoever moved it away decides."""
-    gone = {planned.ref for planned in outputs.values() if plan.store.find(planned.ref) is None}
-    for entry in plan.store.trash().entries() if gone else ():
-        if entry.ref in gone:
-            logger.warning(
-                "%s is in the trash and is made anew: `eagle3 gc --restore %s` would put it back",
-                entry.ref, entry.ref,
-            )  # fmt: skip
-
-
-def _reserve(run: _Run, plan: RunPlan, stage: Stage) -> None:
-    """Reserve what this stage and those after it have yet to write, and wait until this stage's part fits.
-
-    Shards and checkpoints are asked for one by one, by the steps that write them.
-    """
-    stages = [record.stage for record in run.folder.record().stages]
-    left = stages[stages.index(stage) :] if stage in stages else [stage]
-    estimate = estimate_run(plan, left, run.folder.run_id, with_options=False)
-    run.space.reserve(estimate)
-    if stage not in ("extract", "train"):
-        needed = sum(artifact.new_bytes for artifact in estimate.artifacts if artifact.stage == stage)
-        run.space.guard.make_room(run.config.store_path, needed, f"the stage {stage}")
-
-
-def _prepare(run: _Run) -> StageOutcome:
-    """Hold a reused dataset against the limits too; the step does it with a new one."""
-    outcome = _make("prepare")(run)
-    if outcome.reused:
-        ledger = Ledger.of(PrepareResult.model_validate(outcome.result))
-        ledger.check(run.config.data.max_rejected_fraction, is_rehearsal=run.config.limit is not None)
-    return outcome
-
-
-def _engines(number: int) -> str:
-    return "1 engine died and was" if number == 1 else f"{number} engines died and were"
-
-
-def _extract(run: _Run) -> StageOutcome:
-    """Say what the engines went through beside what they made."""
-    outcome = _make("extract")(run)
-    result = ExtractResult.model_validate(outcome.result)
-    message = outcome.message
-    if result.num_restarts and not outcome.reused:
-        message += f"; {_engines(result.num_restarts)} replaced"
-    if result.quarantined:
-        keys = ", ".join(one.key for one in result.quarantined[:MAX_LISTED])
-        message += f"; {len(result.quarantined)} samples quarantined ({keys})"
-    details = {"quarantined": [one.model_dump() for one in result.quarantined]} if result.quarantined else {}
-    return outcome.model_copy(update={"message": message, "details": details})
-
-
-def _verify(run: _Run) -> StageOutcome:
-    """Check sizes and hashes of the capture first, without an engine; what is damaged is made anew."""
-    plan = run.plan()
-    capture = plan.store.read(plan.inputs("verify")["capture"])
-    problems = plan.store.problems(capture)
-    if problems:
-        condemn(plan.store, capture, problems)
-        raise VerificationError(
-            f"{len(problems)} of {len(capture.files)} shards of {capture.ref} are damaged: {_some(problems)}",
-            remedy="run the stages extract and verify again: extract makes these anew and keeps the others",
-            details={"condemned": [{"shard": name, "reason": why} for name, why in problems.items()]},
-        )
-    return _make("verify")(run)
-
-
-def _train(run: _Run) -> StageOutcome:
-    """Refuse states that were made again after they had been verified."""
-    plan = run.plan()
-    refs = plan.inputs("train")
-    if _is_outdated(plan):
-        raise StoreError(
-            f"{refs['verification']} is older than the files of {refs['capture']}: some were made again",
-            remedy="run the stage verify first (`--stages verify,train`)",
-        )
-    return _make("train")(run)
-
-
-def _is_outdated(plan: RunPlan) -> bool:
-    """Whether there is a verification of other files than those that the capture has now."""
-    capture, verification = plan.manifest("capture"), plan.manifest("verification")
-    if capture is None or verification is None:
-        return False
-    return verification.facts.get("capture_content") != capture.content
-
-
-def _benchmark(run: _Run) -> StageOutcome:
-    """Hold the result, new or reused, against the limits; one below them is recorded all the same."""
-    outcome = _make("benchmark")(run)
-    run.folder.update_stage("benchmark", artifacts=outcome.artifacts, reused=outcome.reused)
-    check_acceptance(BenchmarkResult.model_validate(outcome.result), run.config)
-    return outcome
-
-
-def _cleanup(run: _Run) -> StageOutcome:
+def _cleanup(run: StageRun) -> StageOutcome:
     """Remove what interrupted writers of this run's artifacts left, then apply the retention policies."""
     plan = run.plan()
     removed, busy = remove_leftovers(plan.store, [planned.ref for planned in plan.artifacts.values()])
@@ -398,83 +191,21 @@ def _retain(config: RunConfig, plan: RunPlan) -> tuple[str, dict[str, Any]]:
     return told, {"retention": collected.model_dump(mode="json")}
 
 
-def _report(run: _Run) -> StageOutcome:
+def _report(run: StageRun) -> StageOutcome:
     """Write summary.json and report.html."""
     write_report(run.folder.path, open_store(run.config))
     return StageOutcome(stage="report", message=f"{run.folder.path / 'report.html'}")
 
 
-def _intact(plan: RunPlan, outputs: dict[ArtifactKind, ArtifactPlan]) -> bool:
-    """Whether the needed outputs are complete, match their hashes, and the last one carries a result."""
-    needed = _needed(outputs)
-    manifests = [plan.store.find(planned.ref) for kind, planned in outputs.items() if kind in needed]
-    if any(manifest is None or manifest.state != "complete" for manifest in manifests):
-        return False
-    last = manifests[-1]
-    return (
-        last is not None
-        and "result" in last.facts
-        and not any(plan.store.problems(manifest) for manifest in manifests if manifest)
-    )
-
-
-def _needed(outputs: dict[ArtifactKind, ArtifactPlan]) -> set[ArtifactKind]:
-    """Outputs without which a stage is not done: those that another stage reads, and the last one.
-
-    The answers behind an intact dataset may be missing or damaged: generated anew they would not be those
-    that the dataset was made from.
-    """
-    return {kind for kinds in STAGE_INPUTS.values() for kind in kinds} | {list(outputs)[-1]}
-
-
-def _check_inputs(plan: RunPlan, stage: str, inputs: dict[ArtifactKind, ArtifactRef]) -> None:
-    """Refuse to start a step on damaged inputs.
-
-    Raises:
-        StoreError: lists the files.
-    """
-    for kind, ref in inputs.items():
-        problems = plan.store.problems(plan.store.read(ref))
-        if problems:
-            raise StoreError(
-                f"the stage {stage} cannot use {ref}: {_some(problems)}",
-                remedy=f"run the stage that makes the {kind} again: it makes only these files anew",
-            )
-
-
-def _outcome(
-    run: _Run, plan: RunPlan, stage: StepName, outputs: dict[ArtifactKind, ArtifactPlan], reused: bool
-) -> StageOutcome:
-    """Read the stage's result back from the store: the same for a new and a reused one."""
-    needed = [plan.store.read(outputs[kind].ref) for kind in outputs if kind in _needed(outputs)]
-    others = [plan.store.find(outputs[kind].ref) for kind in outputs if kind not in _needed(outputs)]
-    manifests = [*filter(None, others), *needed]
-    result = RESULT_TYPES[stage].model_validate(manifests[-1].facts.get("result"))
-    verb = "reused, hashes match" if reused else "made"
-    return StageOutcome(
-        stage=stage,  # type: ignore[arg-type]
-        reused=reused,
-        artifacts=tuple(manifest.ref for manifest in manifests),
-        message=f"{verb}: {manifests[-1].ref}, {sum(manifest.bytes for manifest in manifests):,} bytes",
-        result=result.model_dump(mode="json"),
-    )
-
-
-def _some(problems: dict[str, str]) -> str:
-    listed = list(problems.values())
-    more = f" and {len(listed) - MAX_LISTED} more" if len(listed) > MAX_LISTED else ""
-    return "; ".join(listed[:MAX_LISTED]) + more
-
-
-_HANDLERS: dict[Stage, Callable[[_Run], StageOutcome]] = {
+_HANDLERS: dict[Stage, Callable[[StageRun], StageOutcome]] = {
     "preflight": _preflight,
     "plan": _plan,
-    "prepare": _prepare,
-    "extract": _extract,
-    "verify": _verify,
-    "train": _train,
-    "export": _make("export"),
-    "benchmark": _benchmark,
+    "prepare": making.prepare,
+    "extract": making.extract,
+    "verify": making.verify,
+    "train": making.train,
+    "export": making.make("export"),
+    "benchmark": making.benchmark,
     "cleanup": _cleanup,
     "report": _report,
 }

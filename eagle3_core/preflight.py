@@ -31,7 +31,16 @@ from eagle3_core.host.inspect import (
 )
 from eagle3_core.host.process import engine_interpreter, run_step
 from eagle3_core.identity import draft_vocab_size, prompt_files
-from eagle3_core.memory import check_gpus, check_host, need_on_gpu, need_on_host
+from eagle3_core.memory import (
+    check_gpus,
+    check_host,
+    check_training,
+    check_training_gpus,
+    need_on_gpu,
+    need_on_host,
+    training_on_gpu,
+    training_on_host,
+)
 from eagle3_core.sections import CAPTURE_MARGIN_TOKENS, SGLANG_MARGIN_TOKENS, EngineConfig
 from eagle3_core.serving.options import check_served
 from eagle3_core.store.open import open_store
@@ -43,6 +52,7 @@ from eagle3_core.target.locate import is_builtin, target_folder
 from eagle3_core.training.sharing import idle_gpus, num_ranks
 
 DEVICE_QUERY_SECONDS = 180.0
+TRAINING_MEMORY = "training memory"
 ROW_FORMAT = 'JSONL rows like {"messages": [{"role": "user", "content": "..."}]}'
 
 
@@ -60,7 +70,8 @@ def run_checks(config: RunConfig, stages: Sequence[Stage] = STAGES) -> tuple[lis
 
     Args:
         config: the run's.
-        stages: that will run; without `extract` nobody needs SGLang's port, without `train` no rank a GPU.
+        stages: that will run; without `extract` nobody needs SGLang's port, without `train` no rank a GPU
+            and nobody memory to train.
     """
     if "extract" not in stages:
         capture = config.capture.model_copy(update={"sglang_port": None})
@@ -71,6 +82,8 @@ def run_checks(config: RunConfig, stages: Sequence[Stage] = STAGES) -> tuple[lis
     checks: list[Check] = []
     first: Eagle3Error | None = None
     for name, check in CHECKS.items():
+        if name == TRAINING_MEMORY and "train" not in stages:
+            continue
         try:
             checks.append(Check(name=name, ok=True, found=check(config)))
         except Eagle3Error as error:
@@ -164,6 +177,23 @@ def _check_gpu_memory(config: RunConfig) -> str:
     need = need_on_gpu(config, target)
     check_gpus(config, need, used)
     return f"at least {need.total / GIB:.1f} GiB needed on each of {len(used)} GPUs"
+
+
+def _check_training_memory(config: RunConfig) -> str:
+    target = _target_if_there(config)
+    if target is None:
+        return "not known: the target is not there yet"
+    named = config.engine.environment.get("CUDA_VISIBLE_DEVICES")
+    gpus = None if config.engine.device == "cpu" else gpu_memory(visible_gpus(named))
+    ranks = num_ranks(config, len(gpus)) if gpus else config.train.num_ranks or 1
+    on_host = training_on_host(config, target, ranks)
+    check_training(on_host, inspect_host().memory_available_bytes)
+    found = f"at least {on_host.total / GIB:.1f} GiB needed on the host"
+    if not gpus:
+        return found
+    on_gpu = training_on_gpu(config, target, ranks)
+    check_training_gpus(on_gpu, gpus[:ranks])
+    return f"{found}, {on_gpu.total / GIB:.1f} on each of {ranks} GPUs"
 
 
 def _target_if_there(config: RunConfig) -> TargetInfo | None:
@@ -355,6 +385,7 @@ CHECKS: dict[str, Callable[[RunConfig], str]] = {
     "processors": _check_processors,
     "memory": _check_memory,
     "gpu memory": _check_gpu_memory,
+    TRAINING_MEMORY: _check_training_memory,
     "disk": _check_disk,
     "folders": _check_workspace,
     "store": _check_store,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from eagle3_core.errors import StepError, VerificationError
+from flows.options import JsonOption
 
 if TYPE_CHECKING:
     from eagle3_core.config import RunConfig
@@ -28,7 +29,6 @@ ProfileOption = Annotated[
 OverridesOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override of the profile; repeatable.")
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 capture_app = typer.Typer(no_args_is_help=True, help="Import or export captured hidden states.")
 

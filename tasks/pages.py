@@ -8,7 +8,7 @@ from typing import Any
 
 from eagle3_core.artifacts import Manifest
 from eagle3_core.lineage import Lineage
-from eagle3_core.pipeline import StageOutcome
+from eagle3_core.stage_run import StageOutcome
 
 MAX_FILES = 50
 MAX_CELL = 400

@@ -26,7 +26,8 @@ from eagle3_core.contracts import ProgressEvent
 from eagle3_core.errors import StoreError
 from eagle3_core.host.lines import guess_level
 from eagle3_core.lineage import trace
-from eagle3_core.pipeline import Callbacks, StageError, StageOutcome
+from eagle3_core.pipeline import StageError
+from eagle3_core.stage_run import Callbacks, StageOutcome
 from eagle3_core.store.local import LocalStore
 from tasks import pages
 from tasks.terminal import terminal

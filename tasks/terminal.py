@@ -16,7 +16,7 @@ from rich.text import Text
 from eagle3_core.config import Stage
 from eagle3_core.contracts import ProgressEvent
 from eagle3_core.host.run_folder import RunFolder
-from eagle3_core.pipeline import StageOutcome
+from eagle3_core.stage_run import StageOutcome
 
 PLAIN_PROGRESS_SECONDS = 15.0
 OWN_LOGGER = "eagle3_core"

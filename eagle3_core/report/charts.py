@@ -8,12 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 
 from markupsafe import Markup, escape
 
 FONT = 12
 INK, MUTED, GRID = "#1d2733", "#5f6c7b", "#e4e8ed"
-COLOURS = ("#2563eb", "#e08a1e", "#3f9a6b")
+COLOURS = ("#2563eb", "#e08a1e", "#3f9a6b", "#9a3f8c", "#5a6b7d", "#c0392b", "#1f9aa8", "#8a6d1f")
+"""Of lines and bars in their order; more begin again."""
 PALE = "#c9d6ea"
 MAX_DOTS = 40
 """A line with more points has no dots on it."""
@@ -85,7 +87,7 @@ def line_chart(label: str, series: Sequence[Series], marked: int | None = None, 
     parts.append(text(left + (width - left - right) / 2, height - 6, "epoch", "middle"))
     if marked is not None:
         parts.append(_marker_line(x_of(marked), top, height - bottom, is_left=marked < count / 2))
-    for row, colour in zip(series, COLOURS, strict=False):
+    for row, colour in zip(series, cycle(COLOURS), strict=False):
         points = [
             (x_of(i), y_of(value), value)
             for i, value in enumerate(row.values)
@@ -114,7 +116,7 @@ def curve_chart(label: str, lines: Sequence[Points], x_name: str = "step", digit
     shown = [tick for tick in nice_ticks(low_x, high_x) if low_x <= tick <= high_x] if span else [low_x]
     parts += [text(x_of(tick), height - 24, f"{tick:,.10g}", "middle") for tick in shown]
     parts.append(text(left + (width - left - right) / 2, height - 6, x_name, "middle"))
-    for line, colour in zip(lines, COLOURS, strict=False):
+    for line, colour in zip(lines, cycle(COLOURS), strict=False):
         points = [(x_of(x), y_of(y), y) for x, y in zip(line.xs, line.ys, strict=True)]
         parts += _line(points, line.name, colour, digits)
     return picture(width, height, label, *parts, legend([line.name for line in lines], left))
@@ -133,7 +135,7 @@ def grouped_bars(label: str, groups: Sequence[str], series: Sequence[Series]) ->
     for g, group in enumerate(groups):
         centre = left + slot * (g + 0.5)
         parts.append(text(centre, height - 14, group, "middle"))
-        for s, (row, colour) in enumerate(zip(series, COLOURS, strict=False)):
+        for s, (row, colour) in enumerate(zip(series, cycle(COLOURS), strict=False)):
             value = row.values[g]
             if value is None:
                 continue
@@ -184,7 +186,7 @@ def horizontal_bars(label: str, rows: Sequence[tuple[str, float, str, bool]]) ->
 def legend(names: Sequence[str], left: float) -> Markup:
     """Colour keys in one line at the top."""
     parts, x = [], left
-    for name, colour in zip(names, COLOURS, strict=False):
+    for name, colour in zip(names, cycle(COLOURS), strict=False):
         parts.append(element("rect", x=x, y=6, width=11, height=11, rx=2, fill=colour))
         parts.append(text(x + 16, 16, name, colour=INK))
         x += 16 + 7 * len(name) + 18

@@ -36,6 +36,8 @@ class TrainingCurves(BaseModel):
     tokens_per_second: Curve
     heldout_loss: Curve
     acceptance_length: Curve
+    agreement: tuple[Curve, ...] = ()
+    """Of each TTT step: agreement with the target where it was agreed with at all steps before."""
 
 
 def read_curves(store: LocalStore, ref: ArtifactRef) -> TrainingCurves | None:
@@ -68,6 +70,19 @@ def training_curves(records: Sequence[dict[str, Any]]) -> TrainingCurves:
         tokens_per_second=_curve("tokens/s", steps, "tokens_per_second"),
         heldout_loss=_curve("held-out", evaluations, "heldout_loss"),
         acceptance_length=_curve("held-out estimate", lengths, "length"),
+        agreement=_agreement(steps),
+    )
+
+
+def _agreement(steps: Sequence[dict[str, Any]]) -> tuple[Curve, ...]:
+    depth = max((len(step.get("conditional", ())) for step in steps), default=0)
+    return tuple(
+        _curve(
+            f"k={number + 1}",
+            [{"step": step["step"], "rate": step["conditional"][number]} for step in steps],
+            "rate",
+        )
+        for number in range(depth)
     )
 
 

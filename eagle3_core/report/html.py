@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 
 import yaml
@@ -157,8 +158,9 @@ def _training_charts(summary: RunSummary, curves: TrainingCurves | None) -> dict
 
 def _curve_charts(curves: TrainingCurves) -> dict[str, Markup]:
     """What has points, over the optimizer steps."""
-    lines = {
+    lines: dict[str, tuple[str, Sequence[Curve]]] = {
         "loss_by_step": ("Loss by step", [curves.loss, curves.heldout_loss]),
+        "agreement": ("Agreement with the target by step", curves.agreement),
         "learning_rate": ("Learning rate by step", [curves.learning_rate]),
         "speed": ("Packed tokens per second by step", [curves.tokens_per_second]),
     }

@@ -43,6 +43,7 @@ class TrainingSummary(_Part):
     num_empty_packs: int = 0
     num_skipped_steps: int = 0
     num_spikes: int = 0
+    warm_up_seconds: float | None = None
     data_wait_share: float | None = None
     mfu: float | None = Field(default=None, description="Model FLOP utilisation.")
     peak_memory_bytes: int | None = None

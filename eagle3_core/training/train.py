@@ -210,6 +210,7 @@ def _result(draft: Eagle3DraftModel, config: RunConfig, outcome: Outcome, index:
         num_parameters=sum(parameter.numel() for parameter in trained_parameters(draft).values()),
         resumed_from_step=outcome.resumed_from_step,
         tokens_per_second=meter.tokens_per_second,
+        warm_up_seconds=meter.warm_up_seconds,
         epochs=[look for look in history.looks if look.is_epoch_end],
         best_epoch=history.looks[history.best].epoch,
         replay=history.benchmarks[history.best],

@@ -7,7 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.random_target import SHAPES, TargetShape, group_files, weight_shapes, write_random_target
+from benchmarks.random_target import (
+    SHAPES,
+    TargetShape,
+    group_files,
+    weight_shapes,
+    write_hollow_target,
+    write_random_target,
+)
 from eagle3_core.target.info import inspect_target
 
 pytestmark = pytest.mark.engine
@@ -20,7 +27,10 @@ def test_the_named_shapes_have_the_parameters_of_their_models():
         name: sum(math.prod(sizes) for sizes in weight_shapes(shape).values())
         for name, shape in SHAPES.items()
     }
-    assert counts == {"smollm2": 134_515_008, "llama-8b": 8_030_261_248}
+    assert {name: counts[name] for name in ("smollm2", "llama-8b")} == {
+        "smollm2": 134_515_008,
+        "llama-8b": 8_030_261_248,
+    }
 
 
 def test_files_hold_at_most_the_bytes_they_may():
@@ -43,3 +53,12 @@ def test_transformers_loads_every_weight(tmp_path: Path):
     assert not report["unexpected_keys"]
     states = model(torch.arange(20).unsqueeze(0)).logits
     assert torch.isfinite(states).all()
+
+
+def test_a_hollow_target_has_every_weight_and_takes_no_space(tmp_path: Path):
+    write_hollow_target(SHAPES["smollm2"], tmp_path)
+    info = inspect_target(tmp_path)
+    assert info.num_parameters == 134_515_008
+    assert info.missing_files == ()
+    used = sum(path.stat().st_blocks * 512 for path in tmp_path.iterdir())
+    assert used < 1 << 20

@@ -13,12 +13,17 @@ from eagle3_core.host.gpus import GpuMemory, gpu_memory, visible_gpus
 from eagle3_core.memory import (
     GIB,
     MemoryNeed,
+    TrainingNeed,
     check_gpus,
     check_host,
+    check_training,
+    check_training_gpus,
     kv_bytes,
     need_on_gpu,
     need_on_host,
     state_bytes_per_token,
+    training_on_gpu,
+    training_on_host,
     weight_bytes,
 )
 from eagle3_core.target.info import TargetInfo, inspect_target
@@ -91,6 +96,51 @@ def test_a_gpu_holds_the_states_of_the_longest_sample_not_of_the_longest_answer(
     assert (long.kv_cache, long.states) == (1000 * 128, 0)
     short = need_on_gpu(config(device="cuda", max_model_len=120, max_length=100), target)
     assert (short.kv_cache, short.states) == (100 * 128, 100 * 64)
+
+
+TRAINED = 3 * 8 * 8 + 8 + 16 * (4 + 2 * 2) * 2 + 4 * 2 * 8 + 3 * 8 * 20 + 3 * 8
+"""fc with its norm; queries, keys and values of two states; output; MLP; norms of the layer."""
+
+
+def training_config(device: str = "cuda", **train: Any) -> RunConfig:
+    draft = {"vocab_size": 10, "intermediate_size": 20}
+    document = {"name": "x", "target": {"model": "m"}, "draft": draft, "train": train}
+    return parse_config(document | {"engine": {"device": device}})
+
+
+def test_a_gpu_that_trains_holds_sixteen_bytes_a_parameter_and_frozen_heads_unless_ranks_share(
+    target: TargetInfo,
+) -> None:
+    frozen = 4 * (16 * 8 + 2 * 10 * 8)
+    one = training_on_gpu(training_config(), target, 1)
+    assert one == TrainingNeed(state=16 * TRAINED, frozen=frozen, copies=0)
+    assert training_on_gpu(training_config(), target, 4).state == 16 * TRAINED // 4
+    assert training_on_gpu(training_config(parallel="ddp"), target, 4).state == 16 * TRAINED
+    assert training_on_gpu(training_config(optimizer="muon"), target, 1).state == 12 * TRAINED
+
+
+def test_the_host_holds_two_copies_of_a_checkpoint_and_on_the_cpu_every_ranks_draft(
+    target: TargetInfo,
+) -> None:
+    on_host = training_on_host(training_config(num_ranks=2, packs_per_step=2), target, 2)
+    assert on_host == TrainingNeed(state=0, frozen=0, copies=24 * TRAINED)
+    on_cpu = training_on_host(training_config("cpu", num_ranks=2, packs_per_step=2), target, 2)
+    assert (on_cpu.state, on_cpu.copies) == (2 * 16 * TRAINED, 24 * TRAINED)
+
+
+def test_too_little_memory_for_training_is_refused_with_both_numbers_in_one_line() -> None:
+    need = TrainingNeed(state=64 * GIB, frozen=12 * GIB, copies=0)
+    check_training_gpus(need, [GpuMemory(device="0", total_bytes=96 * GIB, free_bytes=0)])
+    with pytest.raises(HostError, match=r"GPU 1 has 40\.0 GiB; expected at least 76\.0 GiB .*fsdp2"):
+        check_training_gpus(need, [GpuMemory(device="1", total_bytes=40 * GIB, free_bytes=0)])
+    copies = TrainingNeed(state=0, frozen=0, copies=30 * GIB)
+    check_training(copies, 30 * GIB)
+    with pytest.raises(HostError) as caught:
+        check_training(copies, 24 * GIB)
+    assert str(caught.value).startswith(
+        "24.0 GiB of memory are available; expected at least 30.0 GiB for training (30.0 GiB of checkpoint "
+        "copies); end other programs"
+    )
 
 
 NEED = MemoryNeed(weights=70 * GIB, kv_cache=2 * GIB, states=0)

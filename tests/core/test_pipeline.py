@@ -6,13 +6,14 @@ import shutil
 
 import pytest
 
-from eagle3_core import pipeline
+from eagle3_core import making
 from eagle3_core.contracts import ExtractResult, Rejection
 from eagle3_core.errors import EXIT_STEP_FAILED, StepError
 from eagle3_core.host.run_folder import RunFolder, create_run_folder, new_run_id
 from eagle3_core.pipeline import StageError, run_stage
 from eagle3_core.planning import STAGE_INPUTS, STAGE_OUTPUTS, plan_run
 from eagle3_core.sections import RetentionConfig
+from eagle3_core.stage_run import StageOutcome
 from eagle3_core.store.collect import collect_garbage
 from eagle3_core.store.files import file_entry, write_atomic
 from eagle3_core.store.open import open_store
@@ -338,8 +339,8 @@ def test_quarantined_samples_are_named_where_the_stage_is_reported(monkeypatch):
         seconds=1.0, tokens_per_second=60.0, num_restarts=2,
         quarantined=[Rejection(key="q7", reason="killed vllm 1 twice")],
     )  # fmt: skip
-    made = pipeline.StageOutcome(stage="extract", message="made", result=result.model_dump(mode="json"))
-    monkeypatch.setattr(pipeline, "_make", lambda stage: lambda run: made)
-    outcome = pipeline._HANDLERS["extract"](None)
+    made = StageOutcome(stage="extract", message="made", result=result.model_dump(mode="json"))
+    monkeypatch.setattr(making, "make", lambda stage: lambda run: made)
+    outcome = making.extract(None)
     assert outcome.message == "made; 2 engines died and were replaced; 1 samples quarantined (q7)"
     assert outcome.details == {"quarantined": [{"key": "q7", "reason": "killed vllm 1 twice"}]}

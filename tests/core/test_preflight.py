@@ -241,6 +241,16 @@ def test_gpus_whose_memory_others_hold_are_refused_before_loading(tmp_path, monk
     assert "needed on each of 1 GPUs" in check(change(config, "capture", replicas=1))
 
 
+def test_gpus_too_small_to_train_the_draft_stop_only_a_run_that_trains(tmp_path, monkeypatch):
+    gpus = [GpuMemory(device="0", total_bytes=1 << 10, free_bytes=1 << 10)]
+    monkeypatch.setattr("eagle3_core.preflight.gpu_memory", lambda devices: gpus)
+    config = change(stand_in_config(tmp_path), "engine", device="cuda")
+    with pytest.raises(HostError, match=r"GPU 0 has 0\.0 GiB; expected at least .* GiB for training \("):
+        CHECKS["training memory"](config)
+    assert "training memory" in [check.name for check in run_checks(config)[0]]
+    assert "training memory" not in [check.name for check in run_checks(config, ("extract",))[0]]
+
+
 def test_a_taken_port_of_sglang_stops_only_a_run_that_captures(tmp_path):
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

@@ -13,9 +13,10 @@ import pytest
 from eagle3_core.config import RunConfig
 from eagle3_core.contracts import ProgressEvent
 from eagle3_core.host.run_folder import RunFolder, StageRecord, create_run_folder
-from eagle3_core.pipeline import Callbacks, StageError, StageOutcome, run_stage
+from eagle3_core.pipeline import StageError, run_stage
 from eagle3_core.planning import plan_run
 from eagle3_core.run_space import RunSpace, release_space
+from eagle3_core.stage_run import Callbacks, StageOutcome
 from eagle3_core.store import disk
 from eagle3_core.store.reserve import Reservations
 from tests.disks import SmallDisk, small_disk

@@ -324,3 +324,30 @@ def test_a_step_equals_fp32_on_the_cpu(
     for name, value in wanted.items():
         distance = float((found[name] - value).norm() / value.norm())
         assert distance < (1e-4 if dtype == torch.float32 else 0.03), (name, distance)
+
+
+def _num_compiled() -> int:
+    from eagle3_core.training.kernels import diagonal, gate, norm, rotary, rows_loss
+
+    modules = (diagonal, gate, norm, rotary, rows_loss)
+    kernels = [kernel for module in modules for kernel in vars(module).values() if hasattr(kernel, "warmup")]
+    return sum(len(kernel.device_caches[torch.cuda.current_device()][0]) for kernel in kernels)
+
+
+def test_packs_of_any_size_compile_no_kernel_again() -> None:
+    draft = _draft({}, 6, 2)
+    generator = np.random.default_rng(0)
+
+    def masks(share: float) -> list[list[int]]:
+        return [
+            [0, *(int(draw < share) for draw in generator.random(length))]
+            for length in generator.integers(2, 90, generator.integers(1, 5))
+        ]
+
+    for share in (1.0, 0.5, 0.5):
+        _step(draft, _samples([*masks(share), [0, 1, 1]], 192, 500), "cuda", torch.bfloat16)
+    compiled = _num_compiled()
+    assert compiled > 0
+    for share in np.linspace(0.1, 1.0, 16):
+        _step(draft, _samples([*masks(share), [0, 1, 1]], 192, 500), "cuda", torch.bfloat16)
+    assert _num_compiled() == compiled

@@ -183,6 +183,7 @@ def metrics() -> list[dict[str, Any]]:
     for step in range(1, 291):
         loss, rate = 6.5 - step / 100, 3e-4 * min(1.0, step / 9)
         figures = {"loss": loss, "learning_rate": rate, "tokens_per_second": 1700.0 + step % 7}
+        figures |= {"conditional": [step / 500, step / 600, step / 700, step / 800, None]}
         records.append({"type": "step", "step": step, **figures})
         if step % 58 == 0:
             epoch = TRAIN.epochs[step // 58 - 1]

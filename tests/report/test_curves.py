@@ -50,12 +50,22 @@ def test_a_checkpoint_without_metrics_has_no_curves_and_a_line_on_its_way_is_lef
     assert curves.loss.values == (2.0,)
 
 
-def test_the_page_shows_loss_learning_rate_and_speed_by_step(tmp_path: Path) -> None:
+def test_agreement_has_a_curve_of_each_ttt_step_and_no_point_where_nothing_was_agreed_with_before() -> None:
+    first, second, *_, last = training_curves(example.metrics()[:20]).agreement
+    assert (first.name, second.name) == ("k=1", "k=2")
+    assert first.values == tuple(step / 500 for step in range(1, 21))
+    assert last.steps == ()
+
+
+def test_the_page_shows_loss_agreement_learning_rate_and_speed_by_step(tmp_path: Path) -> None:
     folder, store = example.make_run(tmp_path)
     write_report(folder.path, store)
     page = (folder.path / "report.html").read_text()
-    for label in ("Loss by step", "Learning rate by step", "Packed tokens per second by step"):
+    labels = ("Loss by step", "Agreement with the target by step", "Learning rate by step")
+    for label in (*labels, "Packed tokens per second by step"):
         assert f"<title>{label}</title>" in page
+    for name in ("k=1", "k=2", "k=3", "k=4"):
+        assert f">{name}<" in page
 
 
 def test_metrics_that_cannot_be_read_are_a_problem_of_the_report_and_not_its_end(tmp_path: Path) -> None:

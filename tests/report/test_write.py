@@ -67,7 +67,7 @@ def test_the_page_loads_nothing_and_runs_nothing(tmp_path: Path) -> None:
     source = (folder.path / "report.html").read_text()
     assert "<script" not in source
     assert not re.search(r"url\(|@import", source)
-    assert source.count("<svg") == 9
+    assert source.count("<svg") == 10
 
 
 def test_text_from_data_is_escaped(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ import pytest
 
 from eagle3_core.estimate.run import estimate_run
 from eagle3_core.lineage import trace
-from eagle3_core.pipeline import StageOutcome
 from eagle3_core.planning import plan_run
+from eagle3_core.stage_run import StageOutcome
 from eagle3_core.store.local import LocalStore
 from tests.doubles.profile import stand_in_config
 from tests.store.artifacts import add_run

@@ -12,7 +12,8 @@ from rich.console import Console
 from eagle3_core.artifacts import ArtifactRef
 from eagle3_core.contracts import ProgressEvent
 from eagle3_core.errors import DataError, StepError
-from eagle3_core.pipeline import StageError, StageOutcome
+from eagle3_core.pipeline import StageError
+from eagle3_core.stage_run import StageOutcome
 
 pytestmark = pytest.mark.orchestrator
 

@@ -1,6 +1,7 @@
-"""A rank that does what `ODD_RANK` says at one step: `<rank> <step> raise`, `kill` itself or `kill_step`.
+"""A rank that does what `ODD_RANK` says: `<rank> <step> raise`, `kill` itself or `kill_step`.
 
-`kill_step` kills the process that started the ranks. It waits for a checkpoint, and then makes `ODD_STAMP`.
+`kill_step` kills the process that started the ranks. Before step 0 is before anything of training; at a later
+step the rank waits for a checkpoint first. It makes `ODD_STAMP` when it does it.
 """
 
 from __future__ import annotations
@@ -24,16 +25,22 @@ def odd(self: Trainer, *args: Any) -> None:
     while self.position.step and not pointer.is_file():
         time.sleep(0.01)
     if os.environ["RANK"] == ODD and self.position.step + 1 == int(STEP):
-        Path(os.environ["ODD_STAMP"]).touch()
-        if DEED == "raise":
-            raise RuntimeError("this rank is odd")
-        os.kill(os.getpid() if DEED == "kill" else os.getppid(), signal.SIGKILL)
-        time.sleep(60)
+        act()
     usual(self, *args)
+
+
+def act(*_: Any) -> Any:
+    Path(os.environ["ODD_STAMP"]).touch()
+    if DEED == "raise":
+        raise RuntimeError("this rank is odd")
+    os.kill(os.getpid() if DEED == "kill" else os.getppid(), signal.SIGKILL)
+    time.sleep(60)
 
 
 if __name__ == "__main__":
     Trainer._step = odd  # type: ignore[method-assign]
+    if os.environ["RANK"] == ODD and STEP == "0":
+        rank.train_rank = act
     code = rank.main()
     sys.stdout.flush()
     os._exit(code)

@@ -34,6 +34,19 @@ def test_a_label_that_the_draft_cannot_say_is_a_miss() -> None:
     assert agreement.rates().unconditional == [0.5]
 
 
+def test_counts_of_ranks_add_up_also_as_plain_numbers() -> None:
+    plan = plan_rows([4], np.array([False, True, True, True]), 2)
+    packs = (([7, 8, 0], [7, 0, 9]), ([7, 8, 9], [7, 8, 0]))
+    together, ranks = Agreement(2), [Agreement(2), Agreement(2)]
+    for rank, chosen in zip(ranks, packs, strict=True):
+        for counted in (together, rank):
+            counted.add(plan, [torch.tensor(ids) for ids in chosen], torch.tensor([7, 8, 9]))
+    sent = np.sum([rank.counts.ravel() for rank in ranks], axis=0).astype(float).tolist()
+    assert Agreement.of(sent).rates() == together.rates()
+    ranks[0].join(ranks[1])
+    assert ranks[0].rates() == together.rates()
+
+
 def test_without_a_chance_there_is_no_rate_and_nothing_is_gained() -> None:
     rates = StepRates([0.0, 0.0], [0.0, None], [3, 2])
     assert rates.figures() == {

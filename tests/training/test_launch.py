@@ -25,13 +25,14 @@ def ranks_left() -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("deed", "message"),
+    ("step", "deed", "message"),
     [
-        ("raise", r"rank 1 of 2 failed: RuntimeError: this rank is odd"),
-        ("kill", r"rank 1 of 2 was killed by SIGKILL \(out of memory\?\)"),
+        (0, "raise", r"rank 1 of 2 failed: RuntimeError: this rank is odd"),
+        (3, "kill", r"rank 1 of 2 was killed by SIGKILL \(out of memory\?\)"),
     ],
 )
 def test_a_rank_that_fails_or_is_killed_ends_all_and_is_named(
+    step: int,
     deed: str,
     message: str,
     tmp_path: Path,
@@ -40,7 +41,7 @@ def test_a_rank_that_fails_or_is_killed_ends_all_and_is_named(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(launch, "RANK_MODULE", "tests.training.odd_rank")
-    monkeypatch.setenv("ODD_RANK", f"1 3 {deed}")
+    monkeypatch.setenv("ODD_RANK", f"1 {step} {deed}")
     monkeypatch.setenv("ODD_STAMP", str(tmp_path / "stamp"))
     spec = spec_of(tmp_path, tiny_target, make_samples(tiny_target, 8, 3), train=SETTINGS)
     with pytest.raises(TrainingError, match=message) as raised:
@@ -49,7 +50,7 @@ def test_a_rank_that_fails_or_is_killed_ends_all_and_is_named(
     assert raised.value.details["rank"] == 1
     assert ranks_left() == []
     assert not (folder_of(spec) / "manifest.json").exists()
-    assert (folder_of(spec) / "resume.json").is_file()
+    assert (folder_of(spec) / "resume.json").is_file() == (step > 0)
     if deed == "raise":
         assert "RuntimeError: this rank is odd" in raised.value.details["last_lines"][-1]
         assert "[rank 1] RuntimeError: this rank is odd" in capfd.readouterr().out

@@ -71,7 +71,7 @@ def _tile(heads: int, groups: int, depth: int) -> dict[str, int]:
     return {"SHARE": share, "G": sizes[0], "Q": sizes[1], "D": sizes[2], "num_warps": warps}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "num_later"], do_not_specialize_on_alignment=["rows", "places"])
 def _forward(
     first, lse, queries, keys, values, block_stride, row_stride, rows, places, out, count, num_later, scale,
     groups, depth, HAS_PLACES: tl.constexpr,
@@ -112,7 +112,7 @@ def _forward(
     tl.store(lse + head.to(tl.int64) * count + query_row, highest + tl.log(weight), mask=in_heads)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "num_later"], do_not_specialize_on_alignment=["rows", "places"])
 def _backward(
     grad_out, queries, keys, values, block_stride, row_stride, rows, places, out, lse, grad_queries,
     grad_keys, grad_values, count, num_later, scale, groups, depth, HAS_PLACES: tl.constexpr,

@@ -77,7 +77,7 @@ def _warps(block: int) -> int:
     return 4 if block <= 2048 else 16
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["loss_at", "after_at"])
 def _forward(
     states, delta, weight, total, out, after, rate, loss_at, after_at, width, eps,
     HAS_DELTA: tl.constexpr, HAS_LOSS_AT: tl.constexpr, HAS_AFTER_AT: tl.constexpr, BLOCK: tl.constexpr,
@@ -104,7 +104,7 @@ def _forward(
     tl.store(out + at, (wide * scale * factor).to(out.dtype.element_ty), mask=wanted)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["loss_at", "after_at"])
 def _backward(
     grad_after, grad_normal, total, rate, weight, grad, grad_delta, partial, loss_at, after_at, rows, width,
     HAS_AFTER: tl.constexpr, HAS_NORMAL: tl.constexpr, HAS_DELTA: tl.constexpr,

@@ -75,7 +75,7 @@ def _warps(heads: int, half: int) -> int:
     return min(8, max(1, triton.next_power_of_2(heads) * half // 512))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["rows", "positions", "places"])
 def _forward(
     heads, stride, added, added_stride, rows, cos, sin, positions, out, out_stride, places, number, depth,
     HAS_ADDED: tl.constexpr, TURN: tl.constexpr, HAS_PLACES: tl.constexpr,
@@ -110,7 +110,7 @@ def _forward(
     tl.store(target + half, right.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["rows", "positions", "places"])
 def _backward(
     gradient, stride, places, cos, sin, positions, out, out_stride, sums, sums_stride, rows, number, depth,
     HAS_SUMS: tl.constexpr, TURN: tl.constexpr, HAS_PLACES: tl.constexpr,

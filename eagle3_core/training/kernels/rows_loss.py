@@ -87,7 +87,7 @@ def _row(source, start, width, BLOCK: tl.constexpr):
     return tl.load(source + cols, mask=cols < width, other=-float("inf")).to(tl.float32), cols
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["lse", "negative_entropy"])
 def _teacher(logits, stride, lse, negative_entropy, choice, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     source, one = logits + row * stride, tl.arange(0, 1)
@@ -110,7 +110,7 @@ def _teacher(logits, stride, lse, negative_entropy, choice, width, BLOCK: tl.con
     tl.store(choice + row + one, best.to(tl.int64))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["teacher_lse", "negative_entropy", "label", "weight"])
 def _losses(
     logits, stride, teacher, teacher_stride, teacher_lse, negative_entropy, teacher_choice, label, weight,
     losses, choices, width, mixing,

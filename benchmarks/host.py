@@ -1,0 +1,165 @@
+"""Measures one host with all its GPUs in one go: `python -m benchmarks.host --gpus 8 --target FOLDER`.
+
+Parts run one after the other, each in processes of its own, so that nothing of one stays in memory for the
+next, and each within its share of `--minutes`; what one leaves of its time, those after it get:
+
+- `topology`: GPUs, links, driver, how fast files are written; bandwidth of sums over all GPUs;
+- `capture`: an 8B shape of made-up weights, an engine on each GPU and one on all, beside plain prefill;
+- `training`: the draft of an 8B shape, a rank on each GPU, beside one rank at the same global batch;
+- `mla`: as `capture`, with a miniature of DeepSeek-V3;
+- `smollm2`: the shipped profile on all GPUs, for the target that `--target` names.
+
+A part that fails or runs over its time is reported with its last lines, and the others go on; the exit status
+is 1 then. The same command measures any number of GPUs. `--device cpu --shape tiny` tries it without one:
+processes stand for GPUs, and no figure says anything; give it time (`--minutes 15`), because a few cores load
+engines slowly.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.host_parts import END_SECONDS, PARTS, PartOutcome, PartSpec, limit_of, run_part
+from benchmarks.host_table import Row, format_rows, rows_of
+from eagle3_core.host.gpus import visible_gpus
+
+LARGE_BYTES = 1 << 22
+
+
+def chosen_devices(device: str, count: int, visible: Sequence[str]) -> tuple[str, ...]:
+    """The GPUs that are measured: the first of those that are visible; none on the CPU.
+
+    Args:
+        device: `cpu` or `cuda`.
+        count: GPUs wanted.
+        visible: names of those that there are.
+
+    Raises:
+        ValueError: there are fewer.
+    """
+    if device == "cpu":
+        return ()
+    if count > len(visible):
+        raise ValueError(f"--gpus {count}, but {len(visible)} are visible")
+    return tuple(visible[:count])
+
+
+def run_parts(options: argparse.Namespace, devices: tuple[str, ...], folder: Path) -> list[PartOutcome]:
+    """Run the chosen parts within their limits; the document is written anew after each."""
+    started = time.monotonic()
+    deadline = started + 60 * options.minutes - END_SECONDS
+    waiting = [part for part in PARTS if part.name in options.parts]
+    outcomes: list[PartOutcome] = []
+    while waiting:
+        part = waiting[0]
+        limit = limit_of(part.name, waiting, deadline - time.monotonic())
+        spec = PartSpec(
+            name=part.name,
+            gpus=options.gpus,
+            device=options.device,
+            shape=options.shape,
+            target=str(options.target.absolute()) if options.target else None,
+            folder=str(folder / part.name),
+            devices=devices,
+        )
+        print(f"{part.name}: at most {limit:.0f} s", flush=True)
+        outcomes.append(run_part(part, spec, limit, lambda line: print(f"  {line}", flush=True)))
+        print(f"{part.name}: {outcome_line(outcomes[-1])}", flush=True)
+        waiting.pop(0)
+        remove_large(folder / part.name)
+        if options.json:
+            document = document_of(options, outcomes, time.monotonic() - started)
+            options.json.write_text(json.dumps(document, indent=1))
+    return outcomes
+
+
+def outcome_line(outcome: PartOutcome) -> str:
+    """How a part went, in a line, and its last lines where it went wrong."""
+    reason = f", {outcome.reason}" if outcome.reason else ""
+    line = f"{outcome.state} after {outcome.seconds:.0f} s{reason}"
+    return "\n    ".join([line, *outcome.last_lines])
+
+
+def remove_large(folder: Path) -> None:
+    """Remove a part's large files: the next part may need their space, and logs are small."""
+    for path in folder.rglob("*"):
+        if path.is_file() and path.stat().st_size > LARGE_BYTES:
+            path.unlink()
+
+
+def table_of(options: argparse.Namespace, outcomes: Sequence[PartOutcome]) -> list[Row]:
+    """The rows of all parts."""
+    return [row for outcome in outcomes for row in rows_of(outcome, options.device == "cuda")]
+
+
+def document_of(
+    options: argparse.Namespace, outcomes: Sequence[PartOutcome], seconds: float
+) -> dict[str, Any]:
+    """Everything measured, as JSON-able values."""
+    return {
+        "gpus": options.gpus,
+        "device": options.device,
+        "shape": options.shape,
+        "minutes": options.minutes,
+        "seconds": seconds,
+        "parts": [outcome.model_dump(mode="json") for outcome in outcomes],
+        "table": [asdict(row) | {"verdict": row.verdict} for row in table_of(options, outcomes)],
+    }
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options of a command line, by default of this process's."""
+    names = [part.name for part in PARTS]
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--gpus", type=int, required=True, help="GPUs to measure, or processes on the CPU")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument("--shape", choices=("8b", "tiny"), default="8b")
+    parser.add_argument("--target", type=Path, help="folder of SmolLM2-135M-Instruct, for `smollm2`")
+    parser.add_argument("--parts", nargs="+", choices=names, default=names)
+    parser.add_argument("--minutes", type=float, default=8.0, help="after which all has ended")
+    parser.add_argument(
+        "--folder", type=Path, help="for targets, shards and logs, on a fast disk or in memory; logs are kept"
+    )
+    parser.add_argument("--json", type=Path, help="write everything measured to this file")
+    options = parser.parse_args(arguments)
+    if options.gpus < 1:
+        parser.error("--gpus: at least 1")
+    try:
+        visible = visible_gpus() if options.device == "cuda" else ()
+        options.devices = chosen_devices(options.device, options.gpus, visible)
+    except ValueError as error:
+        parser.error(str(error))
+    return options
+
+
+def main() -> int:
+    """Measure and print a table; returns the exit status."""
+    options = parse()
+    started = time.monotonic()
+    folder = Path(options.folder or tempfile.mkdtemp(prefix="eagle3-host-")).absolute()
+    try:
+        outcomes = run_parts(options, options.devices, folder)
+    finally:
+        if options.folder is None:
+            shutil.rmtree(folder, ignore_errors=True)
+    if rows := table_of(options, outcomes):
+        print(f"\n{format_rows(rows)}\n")
+    for outcome in outcomes:
+        print(f"{outcome.name}: {outcome.state} after {outcome.seconds:.0f} s {outcome.reason}".rstrip())
+    print(f"{time.monotonic() - started:.0f} s in all")
+    return 0 if all(outcome.is_sound for outcome in outcomes) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
