@@ -20,11 +20,11 @@ from collections.abc import Callable, Sequence
 
 from eagle3_core.capture.job import CaptureJob, Later
 from eagle3_core.capture.replica import Replica, SessionEnd, SessionHooks, num_replicas, replica_variables
-from eagle3_core.capture.replica import visible_devices as find_devices
 from eagle3_core.capture.room import Pauses, ShardRoom
 from eagle3_core.capture.shard_queue import ShardQueue, Staging
 from eagle3_core.config import RunConfig
 from eagle3_core.errors import CaptureError, DiskFullError
+from eagle3_core.host.gpus import visible_gpus
 from eagle3_core.store.dataset import Sample
 from eagle3_core.store.shards import PlannedShard
 
@@ -70,7 +70,7 @@ class EnginePool:
         self._shard_of = {
             sample.key: shard.index for shard in job.shards for sample in samples[shard.start : shard.end]
         }
-        devices = find_devices() if config.engine.device == "cuda" else []
+        devices = visible_gpus() if config.engine.device == "cuda" else []
         count = num_replicas(config, devices)
         self._replicas = [
             Replica(index, config, target_path, variables, f"[replica {index}] " if count > 1 else "")

@@ -256,20 +256,6 @@ def replica_variables(config: RunConfig, count: int, devices: list[str]) -> list
     return [{"CUDA_VISIBLE_DEVICES": ",".join(group)} for group in groups]
 
 
-def visible_devices() -> list[str]:
-    """The GPUs that this process may use, as `CUDA_VISIBLE_DEVICES` names them."""
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if named is not None:
-        return [device.strip() for device in named.split(",") if device.strip()]
-    import pynvml
-
-    pynvml.nvmlInit()
-    try:
-        return [str(index) for index in range(pynvml.nvmlDeviceGetCount())]
-    finally:
-        pynvml.nvmlShutdown()
-
-
 def num_replicas(config: RunConfig, devices: list[str]) -> int:
     """How many engines run side by side: `capture.replicas`, else as many as the GPUs hold, one on a port."""
     if config.capture.replicas is not None:

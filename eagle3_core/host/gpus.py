@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from itertools import takewhile
 
 from pydantic import BaseModel, ConfigDict
 
@@ -20,14 +21,17 @@ class GpuMemory(BaseModel):
 def visible_gpus(named: str | None = None) -> list[str]:
     """The GPUs that an engine would see, as `CUDA_VISIBLE_DEVICES` names them; empty without a driver.
 
+    CUDA reads the variable up to the first entry that names none, e.g. -1.
+
     Args:
         named: value of `CUDA_VISIBLE_DEVICES` in the engine's environment; None takes this process's.
     """
-    import pynvml
-
     named = os.environ.get("CUDA_VISIBLE_DEVICES") if named is None else named
     if named is not None:
-        return [device.strip() for device in named.split(",") if device.strip()]
+        devices = (device.strip() for device in named.split(","))
+        return list(takewhile(lambda device: device and not device.startswith("-"), devices))
+    import pynvml
+
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:

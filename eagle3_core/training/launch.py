@@ -20,10 +20,10 @@ from pydantic import ValidationError
 from torch.distributed import TCPStore
 
 from eagle3_core import errors
-from eagle3_core.capture.replica import visible_devices
 from eagle3_core.config import PROJECT_ROOT, RunConfig
 from eagle3_core.contracts import ProgressEvent, StepFailure, StepOutcome, StepSpec, TrainResult
 from eagle3_core.errors import Eagle3Error, StepError, TrainingError
+from eagle3_core.host.gpus import visible_gpus
 from eagle3_core.host.lines import parse_line
 from eagle3_core.host.process import Supervisor, describe_status
 from eagle3_core.host.process_tree import STEP_VARIABLE, step_variable
@@ -43,9 +43,9 @@ def count_ranks(config: RunConfig) -> int:
     """How many ranks train here; see `num_ranks`. A warning tells of GPUs that are left out.
 
     Raises:
-        TrainingError: fewer GPUs are visible than the configuration names ranks.
+        TrainingError: fewer GPUs are visible than the configuration names ranks, or none.
     """
-    num_devices = 0 if config.engine.device == "cpu" else len(visible_devices())
+    num_devices = 0 if config.engine.device == "cpu" else len(visible_gpus())
     if note := idle_gpus(config, num_devices):
         logger.warning("%s", note)
     return num_ranks(config, num_devices)
@@ -56,7 +56,7 @@ def rank_variables(config: RunConfig, count: int) -> list[dict[str, str]]:
     if config.engine.device == "cpu":
         threads = max(1, len(os.sched_getaffinity(0)) // count)
         return [{"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}] * count
-    return [{"CUDA_VISIBLE_DEVICES": device} for device in visible_devices()[:count]]
+    return [{"CUDA_VISIBLE_DEVICES": device} for device in visible_gpus()[:count]]
 
 
 def run_ranks(spec: StepSpec, progress: Progress, count: int) -> TrainResult:

@@ -19,13 +19,19 @@ def num_ranks(config: RunConfig, num_devices: int) -> int:
         num_devices: visible GPUs.
 
     Raises:
-        TrainingError: fewer GPUs are visible than the configuration names ranks.
+        TrainingError: fewer GPUs are visible than the configuration names ranks, or none.
     """
     train = config.train
     if config.engine.device == "cpu":
         return train.num_ranks or 1
+    if not num_devices:
+        raise TrainingError(
+            "no GPU is visible",
+            expected="one at least, since engine.device is cuda",
+            remedy="check driver and CUDA_VISIBLE_DEVICES, or set engine.device to cpu",
+        )
     if train.num_ranks is None:
-        return max(1, min(num_devices, train.packs_per_step))
+        return min(num_devices, train.packs_per_step)
     if train.num_ranks > num_devices:
         raise TrainingError(
             f"train.num_ranks is {train.num_ranks}, but {num_devices} GPUs are visible",

@@ -182,6 +182,12 @@ def test_without_a_driver_nothing_is_claimed(monkeypatch: pytest.MonkeyPatch) ->
     assert visible_gpus("3, 5") == ["3", "5"]
 
 
+def test_gpus_are_named_up_to_the_first_entry_that_is_none() -> None:
+    """As CUDA reads them."""
+    assert visible_gpus("2,-1,3") == ["2"]
+    assert visible_gpus("-1") == visible_gpus("") == []
+
+
 def test_memory_is_asked_of_the_visible_gpus_by_index_or_name(monkeypatch: pytest.MonkeyPatch) -> None:
     pynvml = pytest.importorskip("pynvml")
     sizes = {"by index 1": (80, 60), "by name GPU-x": (40, 30)}

@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from eagle3_core.training.sharing import group_packs, share_packs
+from eagle3_core.config import parse_config
+from eagle3_core.errors import TrainingError
+from eagle3_core.training.sharing import group_packs, num_ranks, share_packs
 
 
 def test_the_last_step_has_the_packs_that_are_left() -> None:
@@ -27,3 +29,10 @@ def test_every_pack_has_one_rank_and_no_rank_has_much_more_than_its_part(num_ran
 
 def test_ranks_beyond_the_packs_have_none() -> None:
     assert share_packs([1.0], 3) == [[0], [], []]
+
+
+def test_training_on_gpus_is_refused_where_none_is_visible() -> None:
+    config = parse_config({"name": "x", "target": {"model": "x"}, "engine": {"device": "cuda"}})
+    assert num_ranks(config, 1) == 1
+    with pytest.raises(TrainingError, match=r"no GPU is visible; expected one.*CUDA_VISIBLE_DEVICES"):
+        num_ranks(config, 0)
