@@ -285,8 +285,19 @@ class Trainer:
             logger.info("%s", reason)
 
     def _restore(self) -> int | None:
-        """Take up the newest checkpoint; returns its step, or None for a fresh start."""
+        """Take up the newest checkpoint; returns its step, or None for a fresh start.
+
+        Raises:
+            TrainingError: ranks have read different ones.
+        """
         position = self.keeper.restore()
+        steps = self.ranks.all(position["step"] if position else 0)
+        if len(set(steps)) > 1:
+            raise TrainingError(
+                f"the ranks have read checkpoints of the steps {', '.join(map(str, steps))}",
+                expected="the same on all",
+                remedy="look at the disk of the store, then run the stage train again",
+            )
         if position is None:
             return None
         self.position = Position(**position)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from eagle3_core.contracts import StepSpec, TrainResult
+from eagle3_core.errors import TrainingError
 from eagle3_core.identity import plan_verification
 from eagle3_core.store.local import LocalStore
 from eagle3_core.target.info import TargetInfo
 from eagle3_core.training import train
-from eagle3_core.training.ranks import buckets
+from eagle3_core.training.ranks import Ranks, buckets
 from eagle3_core.training.weights import choose_mode
 from tests.training.examples import make_config, make_samples
 from tests.training.runs import Quiet, folder_of, records_of, spec_of
@@ -99,6 +101,22 @@ def test_packs_one_after_the_other_are_one_large_pack(tmp_path: Path, tiny_targe
     assert len(losses[0]) == 3
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
     assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+
+
+class Disagreeing(Ranks):
+    """One rank that hears of another which has read a later checkpoint."""
+
+    def all(self, value: Any) -> list[Any]:
+        return [value, 7]
+
+
+def test_ranks_that_have_read_different_checkpoints_do_not_train(
+    tmp_path: Path, tiny_target: TargetInfo
+) -> None:
+    spec, quiet = spec_of(tmp_path, tiny_target), Quiet()
+    with pytest.raises(TrainingError, match=r"the ranks have read checkpoints of the steps 0, 7; expected"):
+        train.train_rank(spec, quiet, Disagreeing())  # type: ignore[arg-type]
+    assert quiet.steps == []
 
 
 def test_small_gradients_share_a_message_and_large_ones_stand_alone() -> None:
