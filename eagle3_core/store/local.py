@@ -109,7 +109,11 @@ class LocalStore:
                 f"{file} cannot be read ({error.strerror})", remedy="run the stage that makes it again"
             ) from error
         if done < len(block):
-            raise StoreError(f"{file} ends at byte {start + done:,}", expected=f"{start + len(block):,}")
+            raise StoreError(
+                f"{file} ends at byte {start + done:,}",
+                expected=f"{start + len(block):,}",
+                remedy="run the stage that makes it again",
+            )
 
     def find(self, ref: ArtifactRef) -> Manifest | None:
         """The manifest, partial or complete, or None.
