@@ -19,8 +19,10 @@ from torch import Tensor
 
 from eagle3_core.config import RunConfig
 from eagle3_core.contracts import AcceptanceFigures
+from eagle3_core.errors import TrainingError
 from eagle3_core.serving.acceptance import TargetPass
 from eagle3_core.training.agreement import Agreement, StepRates
+from eagle3_core.training.health import name_samples
 from eagle3_core.training.loader import PackReader, ReadAhead, plan_in_order
 from eagle3_core.training.loss import LossParts, Teacher, pack_loss, step_weights
 from eagle3_core.training.ranks import Ranks
@@ -91,6 +93,9 @@ class HeldoutEvaluator:
             draft: evaluated as it is, without gradients.
             teacher: the target's norm and head over the draft vocabulary, in the compute dtype.
             target_ids: [D], the target id of each draft id, on the draft's device.
+
+        Raises:
+            TrainingError: the loss is not finite; names the samples.
         """
         own = _Tally(self._reader.num_steps)
         head = draft.lm_head.weight.detach().to(teacher.head.dtype)
@@ -103,11 +108,12 @@ class HeldoutEvaluator:
                 parts = pack_loss(hidden, head, pack.final_states, teacher, pack.plan, weights, kind)
                 choices = [target_ids[ids].cpu() for ids in parts.choices]
             assert pack.argmax is not None
-            own.add(parts, self._answers(pack, choices, members))
+            own.add(parts, self._answers(pack, choices, members), pack.keys)
             own.agreement.add(pack.plan, choices, pack.argmax)
         return self._evaluation(self._of_all_ranks(own))
 
     def _evaluation(self, found: _Tally) -> Evaluation:
+        found.require_finite()
         train, benchmark = self._config.train, self._config.benchmark
         # In the order of samples, whoever evaluated them.
         whole = [found.answers[sample.key].passes() for sample in self._reader.samples]
@@ -158,10 +164,14 @@ class _Tally:
         self.sums, self.rows = np.zeros(num_steps), np.zeros(num_steps, np.int64)
         self.agreement = Agreement(num_steps)
         self.answers: dict[str, _Answer] = {}
+        self.nonfinite: list[str] = []
 
-    def add(self, parts: LossParts, answers: dict[str, _Answer]) -> None:
-        """Add losses and answers of a pack."""
-        self.sums += parts.step_sums.double().cpu().numpy()
+    def add(self, parts: LossParts, answers: dict[str, _Answer], keys: Sequence[str]) -> None:
+        """Add losses and answers of a pack of these samples."""
+        sums = parts.step_sums.double().cpu().numpy()
+        if not np.isfinite(sums).all():
+            self.nonfinite += keys
+        self.sums += sums
         self.rows += np.array(parts.counts)
         self.answers |= answers
 
@@ -171,6 +181,15 @@ class _Tally:
         self.rows += other.rows
         self.agreement.join(other.agreement)
         self.answers |= other.answers
+        self.nonfinite += other.nonfinite
+
+    def require_finite(self) -> None:
+        """Refuse losses that are not finite: the draft has broken down, or states of these samples have."""
+        if self.nonfinite:
+            raise TrainingError(
+                f"the held-out loss is not finite in packs of {name_samples(self.nonfinite)}",
+                remedy="look at these samples' states with the verify stage, or lower train.learning_rate",
+            )
 
     def loss_by_step(self) -> list[float]:
         """S_k / n_k of all steps."""

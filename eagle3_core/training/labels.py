@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -134,21 +134,29 @@ def _make_file(
     write_atomic(path, content)
     shard = capture.file(name)
     assert shard is not None
-    facts = {
-        MADE_FROM: shard.xxh3_128,
-        "num_labels": sum(map(len, labels)),
-        "num_outside": sum(int((~vocabulary.t2d[each.argmax]).sum()) for each in labels),
-        "share_sum": float(sum(each.share.sum(dtype=np.float64) for each in labels)),
-    }
+    facts = {MADE_FROM: shard.xxh3_128} | _counts(labels, vocabulary)
     return file_entry(writer.folder, path).model_copy(update={"facts": facts})
+
+
+def _counts(labels: Sequence[SampleLabels], vocabulary: DraftVocabulary) -> dict[str, float]:
+    """What a shard's labels say; rows of states that are not finite are counted, and say nothing else."""
+    argmax = np.concatenate([np.empty(0, np.int32), *(each.argmax for each in labels)])
+    share = np.concatenate([np.empty(0, np.float32), *(each.share for each in labels)])
+    sound = np.isfinite(share)
+    return {
+        "num_labels": len(share),
+        "num_nonfinite": int((~sound).sum()),
+        "num_outside": int((~vocabulary.t2d[argmax[sound]]).sum()),
+        "share_sum": float(share[sound].sum(dtype=np.float64)),
+    }
 
 
 def _facts(files: Iterable[FileEntry]) -> dict[str, Any]:
     """Counts of all files together."""
     listed = list(files)
-    names = ("num_labels", "num_outside", "share_sum")
-    total = {name: sum(entry.facts[name] for entry in listed) for name in names}
-    share = total.pop("share_sum") / max(1, total["num_labels"])
+    names = ("num_labels", "num_nonfinite", "num_outside", "share_sum")
+    total = {name: sum(entry.facts.get(name) or 0 for entry in listed) for name in names}
+    share = total.pop("share_sum") / max(1, total["num_labels"] - total["num_nonfinite"])
     return total | {"draft_vocabulary_share": share}
 
 
@@ -159,3 +167,9 @@ def _log(facts: dict[str, Any], num_made: int, seconds: float) -> None:
         num_made, seconds, f"{facts['num_labels']:,}", f"{facts['num_outside']:,}",
         100 * facts["draft_vocabulary_share"],
     )  # fmt: skip
+    if facts["num_nonfinite"]:
+        logger.warning(
+            "%s rows of the capture are not finite and have no label: the verify stage names their samples, "
+            "which training leaves out",
+            f"{facts['num_nonfinite']:,}",
+        )

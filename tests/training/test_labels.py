@@ -131,6 +131,29 @@ def test_only_the_labels_of_a_shard_that_was_made_again_are_made_again(
     assert store.read(spec.outputs["labels"].ref).state == "complete"
 
 
+def test_rows_that_are_not_finite_are_counted_apart_and_labels_beside_them_are_made_again(
+    spec: StepSpec, tiny_target: TargetInfo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sample that verification leaves out stays in its shard."""
+    read = SampleSource.sample
+
+    def spoiled(self: SampleSource, place: SamplePlace) -> Any:
+        sample = read(self, place)
+        if sample.key == "sample-1":
+            sample.final_states[0] = float("nan")
+        return sample
+
+    monkeypatch.setattr(SampleSource, "sample", spoiled)
+    make(spec, Heads(tiny_target))
+    store = LocalStore(spec.config.store_path)
+    facts = store.read(spec.outputs["labels"].ref).facts
+    assert facts["num_nonfinite"] == 1
+    assert 0 < facts["draft_vocabulary_share"] < 1
+    (store.folder(spec.outputs["labels"].ref) / "shard-00001.safetensors").unlink()
+    make(spec, Heads(tiny_target))
+    assert store.read(spec.outputs["labels"].ref).facts == facts
+
+
 def test_labels_in_a_bucket_are_read_from_it_and_renewed_there(
     spec: StepSpec, tiny_target: TargetInfo, tmp_path: Path
 ) -> None:

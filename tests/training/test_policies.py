@@ -80,6 +80,17 @@ def test_more_steps_left_out_than_allowed_end_training(
         run(spec)
 
 
+def test_a_held_out_loss_that_is_not_finite_ends_training_with_its_samples(
+    tmp_path: Path, tiny_target: TargetInfo, spoil: Any
+) -> None:
+    """JSON has no number for it, and no evaluation could be compared with it."""
+    spec = spec_of(tmp_path, tiny_target, train={"num_epochs": 1})
+    spoil("sample-13", torch.nan)
+    with pytest.raises(TrainingError, match=r"held-out loss is not finite in packs of .*sample-13"):
+        run(spec)
+    assert not (folder_of(spec) / "manifest.json").exists()
+
+
 @pytest.mark.parametrize("policy", ["warn", "skip", "stop"])
 def test_a_spike_is_treated_by_policy_and_named(
     tmp_path: Path,
