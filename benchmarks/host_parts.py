@@ -163,9 +163,7 @@ def run_part(part: Part, spec: PartSpec, limit_seconds: float, show: Callable[[s
     seconds, figures = time.monotonic() - started, _figures(spec)
     facts = {"name": part.name, "seconds": seconds, "limit_seconds": limit_seconds, "figures": figures}
     if is_late:
-        return PartOutcome(
-            state="late", reason=f"ended after {limit_seconds:.0f} s", last_lines=tail, **facts
-        )
+        return PartOutcome(state="late", reason="ended at its limit", last_lines=tail, **facts)
     if status:
         return PartOutcome(state="failed", reason=describe_status(status), last_lines=tail, **facts)
     skipped = figures.get("skipped", "")
@@ -200,7 +198,7 @@ def _handle(line: str, write: Callable[[str], Any], tail: deque[str], show: Call
     if text.startswith(MARK):
         show(text.removeprefix(MARK))
     if text.strip():
-        tail.append(text)
+        tail.append(text.removeprefix(MARK))
 
 
 def _figures(spec: PartSpec) -> dict[str, Any]:

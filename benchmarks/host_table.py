@@ -85,8 +85,9 @@ def _topology(part: str, found: dict[str, Any]) -> Iterator[Row]:
         )
         yield Row(part, "host", f"{found['num_cpus']} processors, {memory} on disk")
     one, several = found.get("write_one_bytes_per_second"), found.get("write_all_bytes_per_second")
-    if one and several:
+    if one:
         yield Row(part, "one file written", _gb(one))
+    if one and several:
         yield Row(part, "a file for each GPU written", _gb(several), several / one, "one file")
     sums = found.get("all_reduce", {})
     if "skipped" in sums:

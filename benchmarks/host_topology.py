@@ -40,7 +40,8 @@ def measure(spec: PartSpec) -> None:
     spec.save(found)
     size = FILE_BYTES[spec.shape]
     found["write_one_bytes_per_second"] = write_speed(folder, 1, size)
-    found["write_all_bytes_per_second"] = write_speed(folder, spec.gpus, size)
+    if spec.gpus > 1:
+        found["write_all_bytes_per_second"] = write_speed(folder, spec.gpus, size)
     spec.save(found)
     if spec.gpus == 1:
         found["all_reduce"] = {"skipped": "one GPU has no other to send to"}

@@ -47,7 +47,7 @@ class CaptureSize:
     Attributes:
         shape: of the target.
         draft_vocab: ids of the draft's vocabulary.
-        cycle: ids that texts have.
+        cycle: ids that texts have; embeddings of others are zero.
         num_train, num_heldout: samples.
         lengths: tokens of a sample, at least and at most.
         prompt_tokens: of a sample; the others carry loss.
@@ -109,7 +109,8 @@ def write_capture(root: Path, config: RunConfig, size: CaptureSize, seed: int = 
     generator = np.random.default_rng(seed)
     cycle = generator.permutation(size.cycle)
     drawn = torch.Generator().manual_seed(seed)
-    embeddings = torch.randn(size.shape.vocab, size.shape.hidden, generator=drawn)
+    embeddings = torch.zeros(size.shape.vocab, size.shape.hidden)
+    embeddings[: size.cycle].normal_(generator=drawn)
     write_target(root / "target", size.shape, embeddings, cycle)
     samples = [_sample(size, number, cycle, generator) for number in range(size.num_train + size.num_heldout)]
     store = LocalStore(root / "store")
