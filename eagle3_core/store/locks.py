@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from eagle3_core.store.claims import STALE_SECONDS, Claims
 from eagle3_core.store.disk import patiently
 from eagle3_core.store.files import LOCK_NAME
 
+logger = logging.getLogger(__name__)
 POLL_SECONDS = 0.2
 LOCK_BYTES = 4096
 OLD_SECONDS = 3600.0
@@ -60,8 +62,11 @@ def folder_lock(
     claims = patiently(make, folder, LOCK_BYTES, "a lock")
     take = functools.partial(claims.take, LOCK_NAME)
     try:
-        deadline = time.monotonic() + wait_seconds
+        deadline, is_told = time.monotonic() + wait_seconds, False
         while not patiently(take, folder, LOCK_BYTES, "a lock"):
+            if wait_seconds and not is_told:
+                logger.info("waiting for %s, which is in use by %s", folder, claims.owner(LOCK_NAME))
+                is_told = True
             if time.monotonic() >= deadline:
                 raise FolderInUseError(
                     f"{folder} is in use by another process ({claims.owner(LOCK_NAME)})",

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 STATES_AT_ONCE = 4096
 """Rows that are gathered over samples before the LM head runs on them."""
+WAIT_SECONDS = 6 * 3600.0
+"""Trainings of one capture that start together need the same labels: one makes them, and the others wait."""
 
 
 class LabelMaker:
@@ -97,11 +99,11 @@ def make_labels(
 
     Raises:
         TrainingError: a shard lacks final states that a loss reads.
-        StoreError: a sample cannot be read, or somebody else writes the labels.
+        StoreError: a sample cannot be read, or somebody else has been making the labels for hours.
     """
     started = time.monotonic()
     names = source.shard_names
-    with store.writer(plan, run_id) as writer:
+    with store.writer(plan, run_id, WAIT_SECONDS) as writer:
         todo = outdated(writer.files, capture, names)
         if todo or not writer.is_complete:
             maker = LabelMaker(head(), vocabulary) if todo else None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +131,29 @@ def test_only_the_labels_of_a_shard_that_was_made_again_are_made_again(
     again = {path.name: path.stat().st_mtime_ns for path in folder.glob("*.safetensors")}
     assert [name for name in made_at if made_at[name] != again[name]] == ["shard-00001.safetensors"]
     assert store.read(spec.outputs["labels"].ref).state == "complete"
+
+
+def test_who_finds_labels_being_made_waits_and_makes_none(
+    spec: StepSpec, tiny_target: TargetInfo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Longer than others wait for a folder: the labels of a large capture take a while."""
+    monkeypatch.setattr(LocalStore.writer.__wrapped__, "__defaults__", (None, 0.0))  # type: ignore[attr-defined]
+    is_making, may_go_on = threading.Event(), threading.Event()
+
+    def slow(*_: Any) -> None:
+        is_making.set()
+        may_go_on.wait(30)
+
+    late = Heads(tiny_target)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(make, spec, Heads(tiny_target), slow)
+        is_making.wait(30)
+        second = pool.submit(make, spec, late)
+        with pytest.raises(TimeoutError):
+            second.result(1.0)
+        may_go_on.set()
+        assert len(all_labels(*first.result())) == len(all_labels(*second.result())) == 16
+    assert late.loaded == 0
 
 
 def test_rows_that_are_not_finite_are_counted_apart_and_labels_beside_them_are_made_again(
