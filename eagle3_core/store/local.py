@@ -249,6 +249,14 @@ class ArtifactWriter:
         self.files[entry.path] = entry
         self._write("partial", seconds)
 
+    def check_held(self) -> None:
+        """Ask whether the folder is still this writer's; called before anything that another must not see.
+
+        Raises:
+            FolderInUseError: another process has taken the folder over.
+        """
+        self._lock.check()
+
     def save_progress(self, position: int, files: Sequence[str], growing: Sequence[str] = ()) -> None:
         """Say which files of the folder a resume needs: a store in a bucket takes them in the background.
 

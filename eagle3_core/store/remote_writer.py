@@ -46,9 +46,11 @@ class RemoteWriter(ArtifactWriter):
         run_id: str | None,
         holds: Sequence[Hold],
     ) -> None:
+        """`holds` are those of the mirror's folder and of the bucket's artifact."""
         self.folder, self.ref = store.folder(plan.ref), plan.ref
         self._remote, self._plan, self._run_id = store, plan, run_id
         self._lock = _All(holds)  # type: ignore[assignment]
+        self._folder_lock = holds[0]
         self._putting = threading.Lock()
         mirrored = store.mirrored(plan.ref)
         latest = found or mirrored
@@ -109,6 +111,10 @@ class RemoteWriter(ArtifactWriter):
         self.files[entry.path] = entry
         self._latest = self._write("partial", seconds)
         self._upload(entry)
+
+    def check_held(self) -> None:
+        """Of the mirror's folder alone: whoever writes there may go on while the bucket is out of reach."""
+        self._folder_lock.check()
 
     def save_progress(self, position: int, files: Sequence[str], growing: Sequence[str] = ()) -> None:
         """Put what a resume needs in the bucket, in the background, so that another host can go on."""

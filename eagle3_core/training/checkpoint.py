@@ -48,13 +48,19 @@ class ResumeFolder:
         on_saved: told after each save: the step, names of the files that a resume needs, and of those that
             are appended to. A store in a bucket takes them, so that another host can go on.
         keep_last: checkpoints that stay.
+        check_held: raises if another process has taken the folder over; asked before a file gets its name.
     """
 
     def __init__(
-        self, folder: Path, plan: ArtifactPlan, on_saved: OnSaved | None = None, keep_last: int = 2
+        self,
+        folder: Path,
+        plan: ArtifactPlan,
+        on_saved: OnSaved | None = None,
+        keep_last: int = 2,
+        check_held: Callable[[], None] | None = None,
     ) -> None:
         self._folder, self._plan, self._on_saved = folder, plan, on_saved
-        self._keep_last = keep_last
+        self._keep_last, self._check_held = keep_last, check_held
         self._entries: list[Entry] = []
         self._hashes: dict[str, str] = {}
 
@@ -91,6 +97,9 @@ class ResumeFolder:
             state: tensors and plain values.
             step: optimizer steps done.
             best: files of the best weights so far, which this checkpoint refers to.
+
+        Raises:
+            FolderInUseError: another process has taken the folder over; nothing in it has changed.
         """
         name = f"resume-{step:08d}.pt"
         self._write(name, tensor_bytes(state), functools.partial(torch.save, state))
@@ -102,7 +111,7 @@ class ResumeFolder:
             "identity": self._plan.identity,
             "checkpoints": [each.document() for each in self._entries],
         }
-        write_atomic(self._folder / POINTER, json.dumps(document, indent=1))
+        write_atomic(self._folder / POINTER, json.dumps(document, indent=1), self._check_held)
         if self._on_saved is not None:
             self._on_saved(step, [*files, POINTER], [METRICS_FILE])
         self._remove_unnamed()
@@ -127,7 +136,7 @@ class ResumeFolder:
         make_room(self._folder, num_bytes, name)
 
         def write() -> str:
-            with atomic_file(self._folder / name) as handle:
+            with atomic_file(self._folder / name, self._check_held) as handle:
                 hashing = _HashingHandle(handle)
                 put(hashing)
                 return hashing.finish()

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from eagle3_core.contracts import METRICS_FILE
 from eagle3_core.errors import StoreError
 from eagle3_core.store.disk import patiently
-from eagle3_core.store.files import append
+from eagle3_core.store.files import append, write_atomic
 
 
 class Mirror(Protocol):
@@ -57,6 +57,8 @@ class MetricsLog:
     def cut(self, length: int) -> None:
         """Drop what was written after a checkpoint.
 
+        The file is replaced: a process that stood still while this one took over appends to the old one.
+
         Raises:
             StoreError: the file is shorter than the checkpoint says.
         """
@@ -66,7 +68,11 @@ class MetricsLog:
                 f"{self.path} has {found:,} bytes, the checkpoint was made at {length:,}",
                 remedy=f"remove {self.path.parent} to train from the start",
             )
-        self._handle.truncate(length)
+        with self.path.open("rb") as handle:
+            kept = handle.read(length)
+        write_atomic(self.path, kept)
+        self._handle.close()
+        self._handle = io.FileIO(self.path, "a")
         if self._mirror is not None:
             self._mirror.restart(read_records(self.path))
 

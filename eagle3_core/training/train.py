@@ -130,9 +130,11 @@ def _trainer(
     evaluate = _evaluation(config, inputs, labels, draft, ranks)
     weights = hold_weights(draft, ranks, _mode(config.train, draft), draft.device)
     folder = store.folder(plan.ref)
-    on_saved = writer.save_progress if writer is not None else None
-    resume = ResumeFolder(folder, plan, on_saved, config.train.keep_last)
-    metrics = MetricsLog(folder, _event_files(spec)) if writer is not None else None
+    resume, metrics = ResumeFolder(folder, plan), None
+    if writer is not None:
+        keep_last = config.train.keep_last
+        resume = ResumeFolder(folder, plan, writer.save_progress, keep_last, writer.check_held)
+        metrics = MetricsLog(folder, _event_files(spec))
     return draft, Trainer(draft, weights, config, reader, evaluate, resume, metrics, progress, ranks)
 
 

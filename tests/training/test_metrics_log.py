@@ -42,6 +42,16 @@ def test_metrics_are_cut_back_to_the_checkpoint_and_so_is_the_mirror(tmp_path: P
     assert read_records(tmp_path / "metrics.jsonl") == shown.records == wanted
 
 
+def test_who_is_taken_over_while_it_stands_still_adds_nothing(tmp_path: Path) -> None:
+    still = MetricsLog(tmp_path)
+    still.append([{"step": 1}])
+    log = MetricsLog(tmp_path)
+    log.cut(still.sync())
+    still.append([{"step": 2}])
+    log.append([{"step": 2, "again": True}])
+    assert read_records(tmp_path / "metrics.jsonl") == [{"step": 1}, {"step": 2, "again": True}]
+
+
 def test_a_file_that_is_shorter_than_its_checkpoint_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"has 0 bytes, the checkpoint was made at 9,999"):
         MetricsLog(tmp_path).cut(9999)

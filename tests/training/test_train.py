@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from eagle3_core.config import RunConfig
 from eagle3_core.contracts import StepSpec, TrainResult
 from eagle3_core.data.vocabulary import load_vocabulary
-from eagle3_core.errors import TrainingError
+from eagle3_core.errors import FolderInUseError, TrainingError
 from eagle3_core.identity import STEP_VERSION
 from eagle3_core.store.dataset import read_dataset
 from eagle3_core.store.local import LocalStore
@@ -25,7 +25,7 @@ from eagle3_core.training import train
 from eagle3_core.training.draft import build_draft
 from tests.tiny import make_tiny_target
 from tests.training.examples import make_samples
-from tests.training.runs import Quiet, folder_of, records_of, spec_of
+from tests.training.runs import SAVE_ALWAYS, Quiet, folder_of, records_of, spec_of
 
 pytestmark = pytest.mark.engine
 
@@ -251,3 +251,23 @@ def test_every_step_says_how_often_the_draft_agrees_with_the_targets_own_choice(
         gained = np.cumprod([rate or 0.0 for rate in chained]).sum()
         assert record["acceptance_length"] == pytest.approx(1 + gained, abs=1e-3)
         assert 0 < record["draft_vocabulary_share"] < 1
+
+
+def test_a_training_whose_folder_was_taken_over_ends_and_writes_nothing_over_it(
+    tmp_path: Path, tiny_target: TargetInfo
+) -> None:
+    """A virtual machine that was suspended while another host went on."""
+    spec = spec_of(tmp_path, tiny_target, train={"checkpoint_every_seconds": SAVE_ALWAYS})
+    found: dict[str, bytes] = {}
+
+    def progress(done: float, total: float | None, unit: str, *some: Any, **more: Any) -> None:
+        pointer = folder_of(spec) / "resume.json"
+        if unit == "steps" and pointer.is_file() and not found:
+            lock = folder_of(spec) / ".lock"
+            owner = json.loads(lock.read_text()) | {"token": "another process"}
+            lock.write_text(json.dumps(owner))
+            found[pointer.name] = pointer.read_bytes()
+
+    with pytest.raises(FolderInUseError, match=r"was taken over by another process .* while this one stood"):
+        train.run(spec, progress)  # type: ignore[arg-type]
+    assert (folder_of(spec) / "resume.json").read_bytes() == found["resume.json"]
