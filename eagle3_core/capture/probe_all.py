@@ -8,10 +8,8 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -35,11 +33,6 @@ from eagle3_core.host.process import run_step
 TIMEOUT_SECONDS = {"cpu": 240.0, "cuda": 300.0}
 """For each architecture, by device: a CPU may have other work, and a fresh machine reads an engine's CUDA
 build from a cold disk, twice."""
-GPU_PROCESSES = {"vllm": 2, "sglang": 1, "reference": 2}
-"""At once on a GPU, by engine; on a CPU one. Two of vLLM share a GPU, and one may misjudge its memory when
-the other ends: what failed in company is asked again alone. SGLang takes no memory where others hold much."""
-
-
 OnResult = Callable[[str, ProbeResult], None]
 
 
@@ -51,14 +44,16 @@ def probe_all(
     on_result: OnResult | None = None,
     record_path: Path | None = None,
 ) -> ProbeRecord:
-    """Probe architectures and collect what was found.
+    """Probe architectures one after the other and collect what was found.
+
+    Never two at once: an engine misjudges a GPU's memory when another one on it ends.
 
     Args:
         config: engine and device.
         names: of known architectures.
         folder: for logs and scratch files.
         timeout_seconds: of each; by default as long as the device needs.
-        on_result: called with each as it is there, by one thread at a time.
+        on_result: called with each as it is there.
         record_path: file of the record, which is written anew with each result.
 
     Raises:
@@ -67,25 +62,13 @@ def probe_all(
     versions = capture_versions(config)
     limit = timeout_seconds or TIMEOUT_SECONDS[config.engine.device]
     results: dict[str, ProbeResult] = {}
-    lock = threading.Lock()
-
-    def probe(name: str) -> None:
-        result = probe_one(config, versions, known_architecture(name), folder / name, limit)
-        with lock:
-            results[name] = result
-            record = _record(config, versions, results)
-            if record_path is not None and (record.device != "cuda" or len(results) == len(names)):
-                write_record(record_path, record)
-            if on_result is not None:
-                on_result(name, result)
-
-    num_processes = GPU_PROCESSES[config.capture.engine] if config.engine.device == "cuda" else 1
-    with ThreadPoolExecutor(num_processes) as pool:
-        list(pool.map(probe, names))
-    if num_processes > 1:
-        again = [name for name, one in results.items() if one.outcome == "failed" and one.seconds < limit]
-        for name in again:
-            probe(name)
+    for name in names:
+        results[name] = probe_one(config, versions, known_architecture(name), folder / name, limit)
+        record = _record(config, versions, results)
+        if record_path is not None and (record.device != "cuda" or len(results) == len(names)):
+            write_record(record_path, record)
+        if on_result is not None:
+            on_result(name, results[name])
     return _record(config, versions, results)
 
 

@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM
 
 from eagle3_core.capture import extract
 from eagle3_core.capture.job import capture_layout
-from eagle3_core.config import PROJECT_ROOT
 from eagle3_core.contracts import ExtractResult, StepOutcome, StepSpec
 from eagle3_core.errors import EXIT_USER_ERROR, CaptureError, DiskFullError, TargetError
 from eagle3_core.step import Progress
@@ -26,6 +25,7 @@ from eagle3_core.store.locks import folder_lock
 from eagle3_core.store.shards import PlannedShard, ShardReader, shard_file_bytes
 from eagle3_core.target.info import inspect_target
 from tests.capture.runs import capture_folder, capture_spec, make_samples
+from tests.python_path import python_path
 from tests.tiny import make_tiny_target
 
 pytestmark = pytest.mark.engine
@@ -153,7 +153,7 @@ def test_a_step_of_which_every_save_fails_ends_with_an_error_and_leaves_no_shard
     done = subprocess.run(
         [sys.executable, "-m", "eagle3_core.step", "extract", "spec.json", "result.json"],
         cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(PROJECT_ROOT), "PYTHONDONTWRITEBYTECODE": "1"},
+        env=os.environ | {"PYTHONPATH": python_path(), "PYTHONDONTWRITEBYTECODE": "1"},
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
         stdin=held_open,
         capture_output=True,

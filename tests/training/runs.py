@@ -19,6 +19,7 @@ from eagle3_core.contracts import StepSpec
 from eagle3_core.store.dataset import Sample
 from eagle3_core.store.local import LocalStore
 from eagle3_core.target.info import TargetInfo
+from tests.python_path import python_path
 from tests.training.examples import make_config, make_samples, write_inputs
 
 SAVE_ALWAYS = 1e-6
@@ -88,7 +89,7 @@ def run_killed(spec: StepSpec, step: int, root: Path) -> None:
     killed = subprocess.run(
         [sys.executable, "-c", KILLED, str(root / "spec.json"), str(step), str(folder_of(spec))],
         cwd=PROJECT_ROOT,
-        env=os.environ | {"PYTHONPATH": str(PROJECT_ROOT), "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"},
         capture_output=True,
     )
     assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()[-2000:]
@@ -98,7 +99,7 @@ def run_killed(spec: StepSpec, step: int, root: Path) -> None:
 def run_killed_with_ranks(spec: StepSpec, step: int, root: Path) -> None:
     """Train with ranks, and kill the process that started them after this step; they end themselves."""
     (root / "spec.json").write_text(spec.model_dump_json())
-    marks = {"PYTHONPATH": str(PROJECT_ROOT), "OMP_NUM_THREADS": "1", "ODD_RANK": f"0 {step + 1} kill_step"}
+    marks = {"PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", "ODD_RANK": f"0 {step + 1} kill_step"}
     killed = subprocess.run(
         [sys.executable, "-c", KILLED_WITH_RANKS, str(root / "spec.json")],
         cwd=PROJECT_ROOT,

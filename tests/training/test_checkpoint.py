@@ -18,6 +18,7 @@ from eagle3_core.config import PROJECT_ROOT
 from eagle3_core.errors import StoreError, TrainingError
 from eagle3_core.training.checkpoint import ResumeFolder, weights_name
 from tests.kills import num_kills
+from tests.python_path import python_path
 
 pytestmark = pytest.mark.engine
 PLAN = ArtifactPlan(kind="checkpoint", identity={"draft": {"vocab_size": 64}, "train": {"seed": 0}})
@@ -135,7 +136,7 @@ def test_a_writer_killed_at_any_moment_leaves_a_loadable_newest_state(tmp_path: 
             stdout=subprocess.PIPE,
             text=True,
             cwd=PROJECT_ROOT,
-            env=os.environ | {"PYTHONPATH": str(PROJECT_ROOT), "OMP_NUM_THREADS": "1"},
+            env=os.environ | {"PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"},
         )
         assert process.stdout is not None
         last = int(process.stdout.readline())

@@ -22,6 +22,7 @@ from eagle3_core.training.checkpoint import ResumeFolder
 from eagle3_core.training.keeper import Keeper
 from eagle3_core.training.metrics_log import MetricsLog
 from eagle3_core.training.optimizers import Optimizers
+from tests.python_path import python_path
 from tests.training.test_gather import parameters, take_steps, train_config
 
 pytestmark = pytest.mark.engine
@@ -101,7 +102,7 @@ def run_ranks(folder: Path, optimizer: str, ranks: int) -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     environment = os.environ | {
-        "PYTHONPATH": str(PROJECT_ROOT),
+        "PYTHONPATH": python_path(),
         "OMP_NUM_THREADS": "1",
         "WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
