@@ -235,9 +235,11 @@ def _describe(problem: Any) -> str:
         return f"unknown key {where}"
     if problem["type"] == "missing":
         return f"{where} is missing"
+    if problem["type"] == "value_error" and isinstance(problem["input"], dict):
+        return f"{where}: {problem['ctx']['error']}"  # fields that do not fit together, which it names
     found = repr(problem["input"])
     shown = found if len(found) <= MAX_SHOWN_INPUT else f"{found[:MAX_SHOWN_INPUT]}..."
-    return f"{where}: {problem['msg']} (found {shown})"
+    return f"{where}: {problem['msg'].removeprefix('Value error, ')} (found {shown})"
 
 
 def _apply_override(document: dict[str, Any], override: str) -> None:

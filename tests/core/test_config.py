@@ -55,6 +55,9 @@ def test_settings_that_exclude_each_other_are_refused():
     assert "norm_before_fc and fc_norm exclude each other" in refusal(
         draft={"norm_before_fc": True, "fc_norm": True}
     )
+    text = refusal(train={"num_ranks": 2, "ttt_steps": 3})
+    assert text.startswith("profile.yaml: train: num_ranks is 2, but")
+    assert "found" not in text
 
 
 def test_byte_sizes_are_read_with_their_unit():
