@@ -123,7 +123,10 @@ def find_artifact(store: LocalStore, text: str) -> ArtifactRef:
     matches = [ref for ref in store.refs() if text and ref.id.startswith(text)]
     if len(matches) != 1:
         found = ", ".join(str(ref) for ref in matches[:5]) or "none"
-        raise StoreError(f"{len(matches)} artifacts in {store.place} begin with {text!r}: {found}")
+        raise StoreError(
+            f"{len(matches)} artifacts in {store.place} begin with {text!r}: {found}",
+            remedy="`eagle3 gc --dry-run` lists those that are there",
+        )
     return matches[0]
 
 
