@@ -216,10 +216,15 @@ def _line(points: list[tuple[float, float, float]], name: str, colour: str, digi
     if len(points) > MAX_DOTS:
         return [line]
     dots = [
-        element("circle", element("title", f"{name}: {value:.{digits}f}"), cx=x, cy=y, r=3, fill=colour)
+        element("circle", element("title", f"{name}: {_shown(value, digits)}"), cx=x, cy=y, r=3, fill=colour)
         for x, y, value in points
     ]
     return [line, *dots]
+
+
+def _shown(value: float, digits: int) -> str:
+    """So many decimals, or where few of them would not be zeros, as of a learning rate, as many figures."""
+    return f"{value:.{digits}g}" if 0 < abs(value) < 10 ** (1 - digits) else f"{value:.{digits}f}"
 
 
 def _marker_line(x: float, top: float, bottom: float, is_left: bool) -> Markup:

@@ -54,6 +54,12 @@ def test_curves_share_one_axis_and_only_few_points_have_dots() -> None:
     ElementTree.fromstring(curve_chart("one point", [Points("held-out", [3], [2.0])]))
 
 
+def test_small_values_keep_their_figures() -> None:
+    chart = curve_chart("learning rate", [Points("learning rate", [1, 2, 3, 4], [0.0, 0.00030435, 0.1, 2.0])])
+    titles = [title.text for title in ElementTree.fromstring(chart).iterfind(f"{SVG}circle/{SVG}title")]
+    assert titles == [f"learning rate: {value}" for value in ("0.000", "0.000304", "0.100", "2.000")]
+
+
 def test_bars_are_as_high_as_their_values() -> None:
     root = ElementTree.fromstring(grouped_bars("acceptance", ["1", "2"], [Series("vllm", [0.8, 0.2])]))
     bars = [bar for bar in root.findall(f"{SVG}rect") if bar.find(f"{SVG}title") is not None]
