@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from eagle3_core.config import RunConfig
 from eagle3_core.contracts import EpochMetrics
 from eagle3_core.errors import TrainingError
+from eagle3_core.training.ahead import ReadAhead
 from eagle3_core.training.checkpoint import ResumeFolder
 from eagle3_core.training.epoch_data import EpochData
 from eagle3_core.training.evaluate import Evaluation
@@ -26,7 +27,7 @@ from eagle3_core.training.flops import DraftShape
 from eagle3_core.training.health import judge_step, name_samples
 from eagle3_core.training.history import History, describe_look
 from eagle3_core.training.keeper import Keeper
-from eagle3_core.training.loader import PackReader, ReadAhead
+from eagle3_core.training.loader import PackReader
 from eagle3_core.training.loss import Teacher
 from eagle3_core.training.meter import Meter, StepCost
 from eagle3_core.training.metrics_log import MetricsLog
