@@ -10,6 +10,7 @@ are left out, counted and named.
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -50,6 +51,12 @@ class StoredSample:
     num_tokens: int
     prompt_length: int
     answer_length: int
+
+
+def fingerprint(samples: Iterable[StoredSample]) -> str:
+    """A hash of what the packs of an epoch follow from, seed and settings apart."""
+    lines = "".join(f"{sample.key} {sample.num_tokens}\n" for sample in samples)
+    return hashlib.sha256(lines.encode()).hexdigest()[:16]
 
 
 @dataclass
