@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.quality_inputs import Inputs
-from benchmarks.train_step import speculators_loss
+from benchmarks.train_sides import speculators_loss
 from eagle3_core.config import RunConfig
 from eagle3_core.errors import TrainingError
 from eagle3_core.training.draft import DTYPES, build_draft, initialise, teacher_of, trained_parameters

@@ -16,7 +16,7 @@ import numpy as np
 from eagle3_core.training.rows import RowPlan, plan_rows
 
 if TYPE_CHECKING:
-    from benchmarks.train_step import Shape
+    from benchmarks.train_sides import Shape
 
 NUM_AUX = 3
 
@@ -51,7 +51,7 @@ def _pairs(runs: tuple) -> int:
 
 def main() -> None:
     """Print the table for half and for all tokens with loss."""
-    from benchmarks.train_step import SHAPES
+    from benchmarks.train_sides import SHAPES
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.train_step import Runner, Shape, make_draft, make_samples, ours, theirs
+from benchmarks.train_sides import Runner, Shape, make_draft, make_samples, ours, theirs
 
 DOCUMENTS, DOCUMENT_TOKENS = 2, 512
 MARGIN = 1.25

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.train_step import SHAPES, Shape
+from benchmarks.train_sides import SHAPES, Shape
 from eagle3_core.sections import LossConfig
 from eagle3_core.training import attention, first_block
 from eagle3_core.training.first_block import Hull

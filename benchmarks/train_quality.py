@@ -31,9 +31,10 @@ from benchmarks.tiny_capture import tiny_config, write_tiny_capture
 from eagle3_core.config import RunConfig, parse_config
 from eagle3_core.errors import Eagle3Error
 from eagle3_core.target.info import inspect_target
+from eagle3_core.training.ahead import ReadAhead
 from eagle3_core.training.draft import DTYPES, teacher_of
 from eagle3_core.training.evaluate import HeldoutEvaluator, steps_to_unroll
-from eagle3_core.training.loader import PackReader, ReadAhead, plan_packs
+from eagle3_core.training.loader import PackReader, plan_packs
 from eagle3_core.training.noise import with_noise
 from eagle3_core.training.schedule import learning_rate
 from eagle3_core.training.ttt import Pack

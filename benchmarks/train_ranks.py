@@ -25,7 +25,8 @@ from typing import Any
 import torch
 
 from benchmarks.rank_processes import is_rank, join_ranks, leave, run_ranks
-from benchmarks.train_step import GIB, SHAPES, Step, make_draft, make_samples, ours
+from benchmarks.train_sides import SHAPES, Step, make_draft, make_samples, ours
+from benchmarks.train_step import GIB
 from eagle3_core.training.ranks import Ranks
 from eagle3_core.training.sharing import share_packs
 from eagle3_core.training.weights import Weights, hold_weights

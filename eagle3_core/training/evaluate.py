@@ -22,8 +22,9 @@ from eagle3_core.contracts import AcceptanceFigures
 from eagle3_core.errors import TrainingError
 from eagle3_core.serving.acceptance import TargetPass
 from eagle3_core.training.agreement import Agreement, StepRates
+from eagle3_core.training.ahead import ReadAhead
 from eagle3_core.training.health import name_samples
-from eagle3_core.training.loader import PackReader, ReadAhead, plan_in_order
+from eagle3_core.training.loader import PackReader, plan_in_order
 from eagle3_core.training.loss import LossParts, Teacher, pack_loss, step_weights
 from eagle3_core.training.ranks import Ranks
 from eagle3_core.training.replay import replay_figures, replay_passes

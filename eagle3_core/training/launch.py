@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import queue
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -26,7 +27,7 @@ from eagle3_core.errors import Eagle3Error, StepError, TrainingError
 from eagle3_core.host.gpus import visible_gpus
 from eagle3_core.host.lines import parse_line
 from eagle3_core.host.process import Supervisor, describe_status
-from eagle3_core.host.process_tree import STEP_VARIABLE, step_variable
+from eagle3_core.host.process_tree import STEP_VARIABLE, ProcessId, step_variable
 from eagle3_core.store.files import write_atomic
 from eagle3_core.training.sharing import idle_gpus, num_ranks
 
@@ -37,6 +38,8 @@ logger = logging.getLogger(__name__)
 RANK_MODULE = "eagle3_core.training.rank"
 HOST = "127.0.0.1"
 TAIL_LINES = 20
+FOLDER_PREFIX = "eagle3-ranks-"
+"""Of temporary folders; the process that made one follows."""
 
 
 def count_ranks(config: RunConfig) -> int:
@@ -73,7 +76,8 @@ def run_ranks(spec: StepSpec, progress: Progress, count: int) -> TrainResult:
     """
     # The store lives here: ranks meet in it, and none of them is left waiting for a first rank that died.
     store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
-    with tempfile.TemporaryDirectory(prefix="eagle3-ranks-") as name:
+    remove_folders_of_the_dead()
+    with tempfile.TemporaryDirectory(prefix=f"{FOLDER_PREFIX}{ProcessId.current()}-") as name:
         folder = Path(name)
         write_atomic(folder / "spec.json", spec.model_dump_json())
         meeting = {
@@ -94,6 +98,14 @@ def run_ranks(spec: StepSpec, progress: Progress, count: int) -> TrainResult:
         finally:
             group.end()
         return group.result()
+
+
+def remove_folders_of_the_dead() -> None:
+    """Remove what steps that were killed could not remove themselves."""
+    for path in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"):
+        owner = ProcessId.parse(path.name.removeprefix(FOLDER_PREFIX).rpartition("-")[0])
+        if owner is not None and owner.is_gone():
+            shutil.rmtree(path, ignore_errors=True)
 
 
 class _Rank(threading.Thread):

@@ -10,15 +10,11 @@ are left out, counted and named.
 
 from __future__ import annotations
 
-import queue
-import threading
-import time
+import hashlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import tee
-from types import TracebackType
-from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -31,11 +27,9 @@ from eagle3_core.store.labels import Labels, SampleLabels
 from eagle3_core.store.samples import SamplePlace, SampleSource
 from eagle3_core.store.shards import CapturedSample
 from eagle3_core.training.rows import plan_rows
+from eagle3_core.training.sending import Sender
 from eagle3_core.training.ttt import Pack
 
-Item = TypeVar("Item")
-READ_AHEAD_PACKS = 2
-LEAVING_SECONDS = 10.0
 OPEN_PACKS = 8
 """Packs that are filled side by side: a sample goes into the first of them with room for it."""
 
@@ -57,6 +51,12 @@ class StoredSample:
     num_tokens: int
     prompt_length: int
     answer_length: int
+
+
+def fingerprint(samples: Iterable[StoredSample]) -> str:
+    """A hash of what the packs of an epoch follow from, seed and settings apart."""
+    lines = "".join(f"{sample.key} {sample.num_tokens}\n" for sample in samples)
+    return hashlib.sha256(lines.encode()).hexdigest()[:16]
 
 
 @dataclass
@@ -167,6 +167,7 @@ class PackReader:
         samples: the split's samples.
         num_steps: TTT steps that a pack is planned for.
         labels: of the capture; without them packs have no `argmax` and `share`.
+        device: where `packs` go; to a GPU they are sent while it works on others.
     """
 
     def __init__(
@@ -175,26 +176,33 @@ class PackReader:
         samples: Sequence[StoredSample],
         num_steps: int,
         labels: Labels | None = None,
+        device: torch.device | None = None,
     ) -> None:
         self.source, self.samples, self.num_steps, self.labels = source, samples, num_steps, labels
+        self._sender = Sender(device) if device is not None and device.type == "cuda" else None
 
     def pack(self, members: Sequence[int]) -> Pack:
-        """The pack of the given samples.
+        """The pack of the given samples, on the CPU.
 
         Raises:
             TrainingError: a shard lacks final states that a loss reads.
             StoreError: a sample cannot be read.
         """
-        return next(self.packs([members]))
+        return next(self._built([members], pinned=False))
 
     def packs(self, plan: Iterable[Sequence[int]]) -> Iterator[Pack]:
-        """The planned packs in order; their samples are read ahead. Raises as `pack`."""
+        """The planned packs in order, on their way to the device; reads ahead. Raises as `pack`."""
+        if self._sender is None:
+            return self._built(plan, pinned=False)
+        return map(self._sender.send, self._built(plan, pinned=True))
+
+    def _built(self, plan: Iterable[Sequence[int]], pinned: bool) -> Iterator[Pack]:
         for_samples, here = tee(plan)
         places = (self.samples[index].place for members in for_samples for index in members)
         with self.source.ahead(places) as samples:
             for members in here:
                 labels = self._labels(members)
-                yield build_pack([next(samples) for _ in members], self.num_steps, labels)
+                yield build_pack([next(samples) for _ in members], self.num_steps, labels, pinned)
 
     def _labels(self, members: Sequence[int]) -> list[SampleLabels] | None:
         if self.labels is None:
@@ -208,9 +216,18 @@ class PackReader:
 
 
 def build_pack(
-    samples: Sequence[CapturedSample], num_steps: int, labels: Sequence[SampleLabels] | None = None
+    samples: Sequence[CapturedSample],
+    num_steps: int,
+    labels: Sequence[SampleLabels] | None = None,
+    pinned: bool = False,
 ) -> Pack:
     """Documents side by side with their row plan; see `rows` for the alignment.
+
+    Args:
+        samples: the documents.
+        num_steps: TTT steps.
+        labels: of each sample.
+        pinned: whether tensors lie in memory from which a GPU copies without waiting.
 
     Raises:
         TrainingError: final states of label rows are missing, or labels of other masks were given.
@@ -227,14 +244,23 @@ def build_pack(
             )
     return Pack(
         keys=tuple(sample.key for sample in samples),
-        input_ids=torch.cat([sample.input_ids[1:] for sample in samples]).long(),
-        aux_states=torch.cat([sample.aux_states[:-1].flatten(1) for sample in samples]),
-        positions=torch.cat([torch.arange(1, length + 1) for length in lengths]),
-        final_states=torch.cat([label_states(sample) for sample in samples]),
+        input_ids=_joined([sample.input_ids[1:].long() for sample in samples], pinned),
+        aux_states=_joined([sample.aux_states[:-1].flatten(1) for sample in samples], pinned),
+        positions=_joined([torch.arange(1, length + 1) for length in lengths], pinned),
+        final_states=_joined([label_states(sample) for sample in samples], pinned),
         plan=plan_rows(lengths, mask.numpy(), num_steps),
         argmax=torch.from_numpy(np.concatenate([each.argmax for each in labels])) if labels else None,
         share=torch.from_numpy(np.concatenate([each.share for each in labels])) if labels else None,
     )
+
+
+def _joined(parts: list[Tensor], pinned: bool) -> Tensor:
+    """Rows of all parts, copied once."""
+    if not pinned:
+        return torch.cat(parts)
+    rows = sum(len(part) for part in parts)
+    room = torch.empty(rows, *parts[0].shape[1:], dtype=parts[0].dtype, pin_memory=True)
+    return torch.cat(parts, out=room)
 
 
 def label_states(sample: CapturedSample) -> Tensor:
@@ -253,62 +279,3 @@ def label_states(sample: CapturedSample) -> Tensor:
             remedy="run the extract stage again",
         )
     return sample.final_states[places]
-
-
-class ReadAhead(Generic[Item]):
-    """Iterates over packs that a thread reads ahead; use as a context manager.
-
-    Args:
-        items: packs, or what holds one each; taken in the thread.
-
-    Attributes:
-        waited_seconds: time that the consumer has waited for packs.
-    """
-
-    def __init__(self, items: Iterator[Item]) -> None:
-        self._items = items
-        self._queue: queue.Queue[Item | BaseException | None] = queue.Queue(READ_AHEAD_PACKS)
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="pack-reader", daemon=True)
-        self.waited_seconds = 0.0
-
-    def __enter__(self) -> Iterator[Item]:
-        self._thread.start()
-        return self._taken()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stop.set()
-        self._thread.join(LEAVING_SECONDS)  # it may be waiting for a store that cannot be reached
-
-    def _taken(self) -> Iterator[Item]:
-        while (item := self._next()) is not None:
-            if isinstance(item, BaseException):
-                raise item
-            yield item
-
-    def _next(self) -> Item | BaseException | None:
-        started = time.monotonic()
-        item = self._queue.get()
-        self.waited_seconds += time.monotonic() - started
-        return item
-
-    def _work(self) -> None:
-        try:
-            for item in self._items:
-                if not self._put(item):
-                    return
-            self._put(None)
-        except BaseException as error:
-            self._put(error)
-
-    def _put(self, item: Item | BaseException | None) -> bool:
-        """Hand over an item; False if nobody waits for it any more."""
-        while not self._stop.is_set():
-            try:
-                self._queue.put(item, timeout=0.1)
-                return True
-            except queue.Full:
-                continue
-        return False

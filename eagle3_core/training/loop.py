@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from eagle3_core.config import RunConfig
 from eagle3_core.contracts import EpochMetrics
 from eagle3_core.errors import TrainingError
+from eagle3_core.training.ahead import ReadAhead
 from eagle3_core.training.checkpoint import ResumeFolder
 from eagle3_core.training.epoch_data import EpochData
 from eagle3_core.training.evaluate import Evaluation
@@ -26,7 +27,7 @@ from eagle3_core.training.flops import DraftShape
 from eagle3_core.training.health import judge_step, name_samples
 from eagle3_core.training.history import History, describe_look
 from eagle3_core.training.keeper import Keeper
-from eagle3_core.training.loader import PackReader, ReadAhead
+from eagle3_core.training.loader import PackReader, fingerprint
 from eagle3_core.training.loss import Teacher
 from eagle3_core.training.meter import Meter, StepCost
 from eagle3_core.training.metrics_log import MetricsLog
@@ -93,7 +94,7 @@ class Trainer:
         lengths = [sample.num_tokens for sample in reader.samples]
         self.plans = [plan_steps(lengths, train, epoch) for epoch in range(train.num_epochs)]
         self.num_steps = sum(len(plan) for plan in self.plans)
-        self.position = Position()
+        self.position = Position(samples=fingerprint(reader.samples))
         self.position.start_epoch(0, train.ttt_steps)
         self.keeper = Keeper(
             weights.parameters, self.optimizers, resume, metrics, train, self.num_steps, ranks.agree_whether
@@ -300,7 +301,14 @@ class Trainer:
             )
         if position is None:
             return None
-        self.position = Position(**position)
+        samples, self.position = self.position.samples, Position(**position)
+        if self.position.samples not in ("", samples):
+            logger.warning(
+                "the training samples are not those of the checkpoint: some may be seen twice in epoch %d, "
+                "or not at all",
+                self.position.epoch + 1,
+            )
+        self.position.samples = samples
         logger.info("resuming from step %d of %d", self.position.step, self.num_steps)
         return self.position.step
 

@@ -19,6 +19,7 @@ class Position:
         epoch_step: optimizer steps done in this epoch.
         loss_sums, loss_rows: S_k and n_k of this epoch so far.
         seconds: time spent in this epoch, in all attempts.
+        samples: fingerprint of the samples that epochs are planned from.
     """
 
     step: int = 0
@@ -27,6 +28,7 @@ class Position:
     loss_sums: list[float] = field(default_factory=list)
     loss_rows: list[int] = field(default_factory=list)
     seconds: float = 0.0
+    samples: str = ""
 
     def start_epoch(self, epoch: int, num_steps: int) -> None:
         """Move to the first step of an epoch; `num_steps` are those of TTT."""

@@ -122,7 +122,9 @@ def _trainer(
     """A new draft, its weights on all ranks, and what trains them."""
     config, plan = spec.config, spec.outputs["checkpoint"]
     labels = _labels(spec, store, inputs, progress, ranks)
-    reader = PackReader(inputs.source, inputs.index.splits["train"], config.train.ttt_steps, labels)
+    device = torch.device(config.engine.device)
+    train_split = inputs.index.splits["train"]
+    reader = PackReader(inputs.source, train_split, config.train.ttt_steps, labels, device)
     draft = build_draft(config, inputs.target, inputs.vocabulary)
     first = reader.pack(_first_samples(reader))
     initialise(draft, first.aux_states, config.train.seed)
@@ -184,7 +186,7 @@ def _evaluation(
     usable = {sample.key for sample in heldout}
     chosen = [sample.key for sample in benchmark_samples(inputs.samples, config.benchmark.num_prompts)]
     evaluator = HeldoutEvaluator(
-        PackReader(inputs.source, heldout, steps_to_unroll(config), labels),
+        PackReader(inputs.source, heldout, steps_to_unroll(config), labels, draft.device),
         config,
         [key for key in chosen if key in usable],
         ranks,

@@ -38,6 +38,7 @@ class Pack:
         plan: which rows are computed and compared.
         argmax: [n] int32 on the CPU, the target's choice over its full vocabulary; None without labels.
         share: [n] fp32 on the CPU, the draft vocabulary's share of the target's probability; None likewise.
+        sent: when its tensors are on the GPU to which they are being copied; None if they are where they are.
     """
 
     keys: tuple[str, ...]
@@ -48,6 +49,7 @@ class Pack:
     plan: RowPlan
     argmax: Tensor | None = None
     share: Tensor | None = None
+    sent: torch.cuda.Event | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -55,7 +57,9 @@ class Pack:
         return len(self.input_ids) + len(self.keys)
 
     def to(self, device: torch.device) -> Pack:
-        """The pack with its tensors on `device`; from pinned memory without waiting."""
+        """The pack with its tensors on `device`; without waiting from pinned memory, or if it was sent."""
+        if self.sent is not None:
+            return self._received().to(device)
         return replace(
             self,
             input_ids=self.input_ids.to(device, non_blocking=True),
@@ -63,6 +67,14 @@ class Pack:
             positions=self.positions.to(device, non_blocking=True),
             final_states=self.final_states.to(device, non_blocking=True),
         )
+
+    def _received(self) -> Pack:
+        """The pack for the current stream, which waits for the copy and keeps its memory while it works."""
+        stream = torch.cuda.current_stream(self.aux_states.device)
+        stream.wait_event(self.sent)
+        for tensor in (self.input_ids, self.aux_states, self.positions, self.final_states):
+            tensor.record_stream(stream)
+        return replace(self, sent=None)
 
 
 def ttt_forward(draft: Any, pack: Pack, dtype: torch.dtype) -> list[Tensor]:

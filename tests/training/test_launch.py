@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from eagle3_core.errors import ConfigError, TrainingError
+from eagle3_core.host.process_tree import ProcessId
 from eagle3_core.target.info import TargetInfo
 from eagle3_core.training import launch, train
 from tests.training.examples import make_config, make_samples
@@ -90,3 +91,19 @@ def test_every_gpu_that_can_have_a_pack_trains(monkeypatch: pytest.MonkeyPatch) 
     variables = launch.rank_variables(make_config(engine={"device": "cuda"}), 2)
     assert variables == [{"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "3"}]
     assert launch.count_ranks(make_config(train={"packs_per_step": 8})) == 1
+
+
+def test_the_next_training_removes_what_a_killed_one_left_in_the_temporary_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    gone = ProcessId.current().model_copy(update={"start_ticks": 1})
+    owners = {"dead": gone, "alive": ProcessId.current()}
+    folders = {name: tmp_path / f"{launch.FOLDER_PREFIX}{owner}-x1_y" for name, owner in owners.items()}
+    for folder in (*folders.values(), tmp_path / f"{launch.FOLDER_PREFIX}somebody"):
+        folder.mkdir()
+    launch.remove_folders_of_the_dead()
+    assert {path.name for path in tmp_path.iterdir()} == {
+        folders["alive"].name,
+        f"{launch.FOLDER_PREFIX}somebody",
+    }

@@ -13,9 +13,9 @@ from eagle3_core.errors import TrainingError
 from eagle3_core.store.local import LocalStore
 from eagle3_core.store.samples import SampleSource, open_samples
 from eagle3_core.target.info import TargetInfo
+from eagle3_core.training.ahead import ReadAhead
 from eagle3_core.training.loader import (
     PackReader,
-    ReadAhead,
     build_pack,
     index_samples,
     plan_in_order,

@@ -13,9 +13,12 @@ from safetensors.torch import load_file
 
 from eagle3_core.contracts import StepSpec, TrainResult
 from eagle3_core.errors import StoreError, TrainingError
+from eagle3_core.identity import plan_verification
+from eagle3_core.store.local import LocalStore
 from eagle3_core.target.info import TargetInfo
 from eagle3_core.training import train
 from eagle3_core.training.checkpoint import ResumeFolder
+from eagle3_core.training.steps import plan_steps
 from tests.training.examples import make_samples
 from tests.training.runs import (
     SAVE_ALWAYS,
@@ -179,3 +182,24 @@ def test_a_resume_with_another_draft_vocabulary_is_refused_with_both_sizes(
     shutil.copytree(folder_of(killed_at_seven), folder_of(other))
     with pytest.raises(TrainingError, match=r"draft\.vocab_size: 32 != 64"):
         train.run(other, Quiet())  # type: ignore[arg-type]
+
+
+def test_a_resume_on_other_samples_says_that_its_epoch_is_not_the_one_that_began(
+    killed_at_seven: StepSpec, tmp_path: Path, tiny_target: TargetInfo, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Verification has left out one more, and the number of steps is the same."""
+    spec = copied(killed_at_seven, tmp_path)
+    lengths = [len(sample) for sample in make_samples(tiny_target, 20, 3)[:20]]
+
+    def num_steps(without: int) -> int:
+        left = lengths[:without] + lengths[without + 1 :]
+        return sum(len(plan_steps(left, spec.config.train, epoch)) for epoch in (0, 1))
+
+    number = next(number for number in range(20) if num_steps(number) == NUM_STEPS)
+    plan = plan_verification(spec.config, spec.inputs["capture"])
+    with LocalStore(spec.config.store_path).writer(plan) as writer:
+        writer.complete(result={"bad_samples": [{"key": f"sample-{number}", "problem": "NaN"}]})
+    other = spec.model_copy(update={"inputs": spec.inputs | {"verification": plan.ref}})
+    result = train.run(other, Quiet())  # type: ignore[arg-type]
+    assert result.resumed_from_step is not None
+    assert caplog.text.count("the training samples are not those of the checkpoint") == 1
