@@ -368,7 +368,20 @@ def _check_prompts(config: RunConfig) -> str:
         rejected += f"{first.reason})"
     if not found.prompts:
         raise DataError(f"no prompts in {names}: {rejected or 'it is empty'}", expected=ROW_FORMAT)
+    allowed = config.data.max_rejected_fraction
+    if config.limit is None and len(found.rejected) > allowed * found.num_read:
+        raise DataError(
+            f"{rejected}, of {names}",
+            expected=f"at most {allowed:.0%}",
+            remedy="correct the prompts or raise data.max_rejected_fraction",
+        )
     splits = Counter(prompt.split for prompt in found.prompts)
+    for split in ("train", "heldout"):
+        if not splits[split]:
+            raise DataError(
+                f"none of the {len(found.prompts):,} prompts is in the split {split}, of {names}",
+                remedy="add prompts, or change data.heldout_fraction or the rows' `split`",
+            )
     counted = f"{splits['train']:,} prompts to train on, {splits['heldout']:,} held out"
     return f"{counted}{', ' if rejected else ''}{rejected}, of {names}"
 

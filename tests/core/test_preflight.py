@@ -147,6 +147,23 @@ def test_prompts_of_which_none_can_be_used_are_refused(tmp_path, content, messag
     assert message in str(error)
 
 
+def test_prompts_of_which_too_many_are_rejected_are_refused_before_the_target_answers(tmp_path):
+    config = stand_in_config(tmp_path)
+    with (tmp_path / "prompts.jsonl").open("a") as file:
+        file.write('{"prompt": "What is 9?"}\n' * 9)
+    assert "9 of 17 rows rejected (the first, prompts.jsonl:9: " in str(run_checks(config)[1])
+    assert "expected at most 50%; correct the prompts or raise" in str(run_checks(config)[1])
+    rehearsal = config.model_copy(update={"limit": 8})
+    assert run_checks(rehearsal)[1] is None
+
+
+def test_prompts_without_a_split_are_refused_before_the_target_answers(tmp_path):
+    config = stand_in_config(tmp_path)
+    row = '{"split": "train", "messages": [{"role": "user", "content": "What is %d?"}]}\n'
+    (tmp_path / "prompts.jsonl").write_text("".join(row % number for number in range(4)))
+    assert "none of the 4 prompts is in the split heldout" in str(run_checks(config)[1])
+
+
 def test_an_engine_environment_that_lacks_a_package_is_named(tmp_path):
     config = stand_in_config(tmp_path)
     script = Path(config.engine.python)
