@@ -60,6 +60,10 @@ class StoreError(Eagle3Error):
     """An artifact is missing, damaged, locked or of another identity."""
 
 
+class MissingInputError(StoreError):
+    """What a stage reads is not there; another stage makes it."""
+
+
 class ObjectStoreError(StoreError):
     """The object store did not do what it was asked, also not when it was asked again."""
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from eagle3_core import identity
 from eagle3_core.artifacts import ArtifactKind, ArtifactPlan, ArtifactRef, Manifest, differing_keys
 from eagle3_core.config import STAGES, RunConfig, Stage
-from eagle3_core.errors import ConfigError, StoreError
+from eagle3_core.errors import ConfigError, MissingInputError
 from eagle3_core.host.engine_info import EngineVersions, engine_versions
 from eagle3_core.store.local import LocalStore
 from eagle3_core.store.open import open_store
@@ -73,7 +73,7 @@ class RunPlan:
         """Plans of what a stage makes.
 
         Raises:
-            StoreError: not known yet, because an earlier stage has not run.
+            MissingInputError: not known yet, because an earlier stage has not run.
         """
         made = STAGE_OUTPUTS[stage]
         if self.config.data.capture is not None:
@@ -84,7 +84,7 @@ class RunPlan:
         """What a stage reads, complete in the store.
 
         Raises:
-            StoreError: an artifact is missing; names the stage that makes it.
+            MissingInputError: an artifact is missing; names the stage that makes it.
         """
         refs = {}
         for kind in STAGE_INPUTS[stage]:
@@ -100,10 +100,10 @@ class RunPlan:
             raise self._missing(stage, "dataset", str(self.artifacts["dataset"].ref))
         return self.artifacts[kind]
 
-    def _missing(self, stage: Stage, kind: ArtifactKind, name: str) -> StoreError:
+    def _missing(self, stage: Stage, kind: ArtifactKind, name: str) -> MissingInputError:
         first = STAGES.index(MAKING_STAGE[kind])
         needed = ",".join(STAGES[first : STAGES.index(stage) + 1])
-        return StoreError(
+        return MissingInputError(
             f"the stage {stage} needs {name}, which is not complete in {self.store.place}",
             remedy=f"run the stage {MAKING_STAGE[kind]} first (`--stages {needed}`)",
         )

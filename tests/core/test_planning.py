@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from eagle3_core.errors import StoreError, TargetError
+from eagle3_core.errors import MissingInputError, TargetError
 from eagle3_core.host.run_folder import create_run_folder
 from eagle3_core.pipeline import run_stage
 from eagle3_core.planning import plan_run
@@ -25,7 +25,7 @@ def test_ids_before_the_dataset_exists_end_with_the_vocabulary(tmp_path):
     plan = plan_run(stand_in_config(tmp_path))
     assert list(plan.artifacts) == FIRST
     with pytest.raises(
-        StoreError,
+        MissingInputError,
         match=r"stage train needs dataset/.*run the stage prepare .*--stages prepare,extract,verify,train`",
     ):
         plan.inputs("train")
@@ -39,7 +39,7 @@ def test_all_ids_are_known_once_the_dataset_exists(tmp_path):
         *FIRST, "capture", "verification", "labels", "checkpoint", "export", "benchmark",
     ]  # fmt: skip
     assert plan.inputs("extract") == {"dataset": plan.artifacts["dataset"].ref}
-    with pytest.raises(StoreError, match="run the stage extract first"):
+    with pytest.raises(MissingInputError, match="run the stage extract first"):
         plan.inputs("verify")
 
 

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from eagle3_core.artifacts import ArtifactRef
 from eagle3_core.contracts import ProgressEvent
-from eagle3_core.errors import DataError, StepError
+from eagle3_core.errors import DataError, MissingInputError, StepError
 from eagle3_core.pipeline import StageError
 from eagle3_core.stage_run import StageOutcome
 
@@ -122,6 +122,7 @@ def test_an_engines_warnings_stay_in_the_log_and_errors_show(screen):
         (StepError("no", log_path="l", error_type="CaptureError"), True),
         (StepError("no", log_path="l", error_type="DataError"), False),
         (DataError("no"), False),
+        (MissingInputError("no"), False),
         (RuntimeError("no"), True),
     ],
 )
