@@ -112,6 +112,10 @@ class TrainingError(Eagle3Error):
     """Training cannot start or must not go on."""
 
 
+class RankError(TrainingError):
+    """A process of a training ended before its time; training may go on from its last checkpoint."""
+
+
 class ExportError(Eagle3Error):
     """The exported draft would not be loaded as it was trained."""
 

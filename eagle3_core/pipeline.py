@@ -32,7 +32,8 @@ from eagle3_core.target.locate import BUILTIN_TARGETS, fetch_spec, is_builtin, t
 
 NOT_RETRIED = {
     "BenchmarkError", "ConfigError", "DataError", "DiskFullError", "ExportError", "HostError",
-    "MissingInputError", "ObjectAccessError", "ProbeError", "TargetError", "VerificationError",
+    "MissingInputError", "ObjectAccessError", "ProbeError", "TargetError", "TrainingError",
+    "VerificationError",
 }  # fmt: skip
 """Errors that a second attempt would only repeat."""
 logger = logging.getLogger(__name__)

@@ -69,9 +69,10 @@ class History:
         if not should_stop(self.lengths, train.early_stop_evaluations, train.early_stop_min_gain):
             return ""
         since = evaluations_without_gain(self.lengths, train.early_stop_min_gain)
+        looks = "1 evaluation" if since == 1 else f"{since} evaluations"
         gain = f" of {train.early_stop_min_gain:g}" if train.early_stop_min_gain else ""
         return (
-            f"training stopped after step {self.looks[-1].step:,}: {since} evaluations without a gain{gain} "
+            f"training stopped after step {self.looks[-1].step:,}: {looks} without a gain{gain} "
             f"in held-out acceptance length, of which the best is {max(self.lengths):.3f}"
         )
 

@@ -23,7 +23,7 @@ from torch.distributed import TCPStore
 from eagle3_core import errors
 from eagle3_core.config import PROJECT_ROOT, RunConfig
 from eagle3_core.contracts import ProgressEvent, StepFailure, StepOutcome, StepSpec, TrainResult
-from eagle3_core.errors import Eagle3Error, StepError, TrainingError
+from eagle3_core.errors import Eagle3Error, RankError, StepError, TrainingError
 from eagle3_core.host.gpus import visible_gpus
 from eagle3_core.host.lines import parse_line
 from eagle3_core.host.process import Supervisor, describe_status
@@ -71,7 +71,7 @@ def run_ranks(spec: StepSpec, progress: Progress, count: int) -> TrainResult:
         count: number of ranks.
 
     Raises:
-        TrainingError: a rank failed or was killed; names it, and its last line.
+        RankError: a rank failed or was killed; names it, and its last line.
         Eagle3Error: what a rank found wrong, as it would be raised without ranks.
     """
     # The store lives here: ranks meet in it, and none of them is left waiting for a first rank that died.
@@ -241,7 +241,7 @@ def _error(rank: _Rank, count: int) -> Eagle3Error:
         assert rank.status is not None
         last = f"; its last line: {rank.tail[-1].strip()}" if rank.tail else ""
         found = f"{name} {describe_status(rank.status)}{last}"
-    error = TrainingError(found, remedy="training goes on from its last checkpoint when it runs again")
+    error = RankError(found, remedy="training goes on from its last checkpoint when it runs again")
     error.details = {"rank": rank.rank, "status": rank.status, "last_lines": _last_lines(rank.tail, failure)}
     return error
 

@@ -121,6 +121,8 @@ def test_an_engines_warnings_stay_in_the_log_and_errors_show(screen):
         (StepError("killed", log_path="l"), True),
         (StepError("no", log_path="l", error_type="CaptureError"), True),
         (StepError("no", log_path="l", error_type="DataError"), False),
+        (StepError("no", log_path="l", error_type="RankError"), True),
+        (StepError("no", log_path="l", error_type="TrainingError"), False),
         (DataError("no"), False),
         (MissingInputError("no"), False),
         (RuntimeError("no"), True),

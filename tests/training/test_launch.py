@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from eagle3_core.errors import ConfigError, TrainingError
+from eagle3_core.errors import ConfigError, RankError, TrainingError
 from eagle3_core.host.process_tree import ProcessId
 from eagle3_core.target.info import TargetInfo
 from eagle3_core.training import launch, train
@@ -45,7 +45,7 @@ def test_a_rank_that_fails_or_is_killed_ends_all_and_is_named(
     monkeypatch.setenv("ODD_RANK", f"1 {step} {deed}")
     monkeypatch.setenv("ODD_STAMP", str(tmp_path / "stamp"))
     spec = spec_of(tmp_path, tiny_target, make_samples(tiny_target, 8, 3), train=SETTINGS)
-    with pytest.raises(TrainingError, match=message) as raised:
+    with pytest.raises(RankError, match=message) as raised:
         train.run(spec, Quiet())  # type: ignore[arg-type]
     assert time.time() - (tmp_path / "stamp").stat().st_mtime < 30
     assert raised.value.details["rank"] == 1
