@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 
 from eagle3_core.artifacts import ArtifactKind, ArtifactPlan, ArtifactRef
@@ -16,15 +17,17 @@ from eagle3_core.contracts import (
     StepSpec,
 )
 from eagle3_core.data.ledger import Ledger
-from eagle3_core.errors import StoreError, VerificationError
+from eagle3_core.errors import FolderInUseError, StoreError, VerificationError
 from eagle3_core.estimate.run import estimate_run
 from eagle3_core.host.lines import without_secrets
 from eagle3_core.planning import STAGE_INPUTS, RunPlan
 from eagle3_core.serving.acceptance import check_acceptance
 from eagle3_core.stage_run import StageOutcome, StageRun
 from eagle3_core.store.condemned import condemn
+from eagle3_core.store.locks import folder_lock
 
 MAX_LISTED = 8
+POLL_SECONDS = 1.0
 logger = logging.getLogger(__name__)
 
 
@@ -34,7 +37,9 @@ def make(stage: StepName) -> Callable[[StageRun], StageOutcome]:
     def handler(run: StageRun) -> StageOutcome:
         plan = run.plan()
         outputs, inputs = plan.outputs(stage), plan.inputs(stage)  # type: ignore[arg-type]
-        reused = _intact(plan, outputs) and not (stage == "verify" and _is_outdated(plan))
+        reused = _is_there(plan, stage, outputs)
+        if not reused and stage != "extract":  # which several runs may share
+            reused = _wait_for_others(run, plan, outputs) and _is_there(plan, stage, outputs)
         if not reused:
             _check_not_imported(plan, stage)
             _check_inputs(plan, stage, inputs)
@@ -51,6 +56,39 @@ def make(stage: StepName) -> Callable[[StageRun], StageOutcome]:
         return _outcome(run, plan, stage, outputs, reused)
 
     return handler
+
+
+def _is_there(plan: RunPlan, stage: StepName, outputs: dict[ArtifactKind, ArtifactPlan]) -> bool:
+    return _intact(plan, outputs) and not (stage == "verify" and _is_outdated(plan))
+
+
+def _wait_for_others(run: StageRun, plan: RunPlan, outputs: dict[ArtifactKind, ArtifactPlan]) -> bool:
+    """Wait while another run makes what this stage would make; returns whether one did.
+
+    It may take as long as a step may; then the step itself says who holds the folder.
+    """
+    deadline = time.monotonic() + run.config.limits.step_timeout_minutes * 60
+    told = ""
+    while (holder := _holder(plan, outputs)) and time.monotonic() < deadline:
+        if not told:
+            logger.warning("%s; waiting for it", holder)
+        told = holder
+        run.space.tick()
+        time.sleep(POLL_SECONDS)
+    return bool(told)
+
+
+def _holder(plan: RunPlan, outputs: dict[ArtifactKind, ArtifactPlan]) -> str:
+    """Says who holds a folder of these artifacts; empty if nobody does."""
+    for planned in outputs.values():
+        folder = plan.store.folder(planned.ref)
+        try:
+            if folder.is_dir():
+                with folder_lock(folder, wait_seconds=0.0):
+                    pass
+        except FolderInUseError as error:
+            return error.found
+    return ""
 
 
 def _check_not_imported(plan: RunPlan, stage: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 
 import pytest
@@ -13,9 +14,10 @@ from eagle3_core.host.run_folder import RunFolder, create_run_folder, new_run_id
 from eagle3_core.pipeline import StageError, run_stage
 from eagle3_core.planning import STAGE_INPUTS, STAGE_OUTPUTS, plan_run
 from eagle3_core.sections import RetentionConfig
-from eagle3_core.stage_run import StageOutcome
+from eagle3_core.stage_run import Callbacks, StageOutcome
 from eagle3_core.store.collect import collect_garbage
 from eagle3_core.store.files import file_entry, write_atomic
+from eagle3_core.store.locks import folder_lock
 from eagle3_core.store.open import open_store
 from tests.doubles.profile import stand_in_config
 from tests.store.artifacts import add_run
@@ -331,6 +333,26 @@ def test_a_secret_of_the_profile_is_not_written_into_the_run_folder(tmp_path):
     texts = [path.read_text() for path in run.path.rglob("*") if path.is_file()]
     assert not [text for text in texts if "hf_4711472847" in text]
     assert [text for text in texts if "plain-value" in text]
+
+
+def test_a_stage_waits_for_a_run_that_makes_the_same_and_takes_what_that_made(verified, tmp_path):
+    run_stage("train", verified, "r")
+    store, ref = open_store(verified), plan_run(verified).artifacts["checkpoint"].ref
+    folder, aside = store.folder(ref), tmp_path / "aside"
+    shutil.move(folder, aside)
+    ticks, other = [], contextlib.ExitStack()
+    other.enter_context(folder_lock(folder, run_id="other"))
+
+    def tick():
+        ticks.append(1)
+        if len(ticks) == 2:
+            shutil.copytree(aside, folder, dirs_exist_ok=True)
+            other.close()
+
+    outcome = run_stage("train", verified, "r", Callbacks(on_tick=tick))
+    assert outcome.reused
+    assert outcome.message.startswith("reused, hashes match: checkpoint/")
+    assert len(ticks) >= 2
 
 
 def test_quarantined_samples_are_named_where_the_stage_is_reported(monkeypatch):
