@@ -195,9 +195,10 @@ def load_profile(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
         raise ConfigError(f"cannot read the profile {path}: {error}") from error
     if not isinstance(document, dict):
         raise ConfigError(f"the profile {path} is not a mapping", expected="`section: {field: value}`")
+    overrides = list(overrides)
     for override in overrides:
         _apply_override(document, override)
-    return parse_config(document, source=str(path))
+    return parse_config(document, source=f"{path} with overrides" if overrides else str(path))
 
 
 def find_profile(name: str | Path) -> Path:

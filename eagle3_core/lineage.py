@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from eagle3_core.artifacts import ArtifactRef, Manifest
+from eagle3_core.artifacts import ARTIFACT_KINDS, ID_LENGTH, ArtifactRef, Manifest
 from eagle3_core.errors import StoreError
 from eagle3_core.host.run_folder import CONFIG_NAME
 from eagle3_core.store.local import LocalStore
@@ -110,17 +110,19 @@ class Lineage(_Part):
 
 
 def find_artifact(store: LocalStore, text: str) -> ArtifactRef:
-    """The artifact that `kind/id`, or the beginning of an id alone, names.
+    """The artifact that `kind/id` names, or an id alone; of an id its beginning is enough.
 
     Raises:
         StoreError: none or several.
     """
-    if "/" in text:
+    kind, _, beginning = text.rpartition("/")
+    if "/" in text and (kind not in ARTIFACT_KINDS or len(beginning) >= ID_LENGTH):
         ref = ArtifactRef.parse(text)
         if store.find(ref) is None:
             raise StoreError(f"{ref} is not in {store.place}", remedy="set --store or --workspace")
         return ref
-    matches = [ref for ref in store.refs() if text and ref.id.startswith(text)]
+    refs = [ref for ref in store.refs() if kind in ("", ref.kind)]
+    matches = [ref for ref in refs if beginning and ref.id.startswith(beginning)]
     if len(matches) != 1:
         found = ", ".join(str(ref) for ref in matches[:5]) or "none"
         raise StoreError(

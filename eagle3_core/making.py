@@ -15,6 +15,7 @@ from eagle3_core.contracts import (
     PrepareResult,
     StepName,
     StepSpec,
+    TrainResult,
 )
 from eagle3_core.data.ledger import Ledger
 from eagle3_core.errors import FolderInUseError, StoreError, VerificationError
@@ -172,7 +173,7 @@ def verify(run: StageRun) -> StageOutcome:
 
 
 def train(run: StageRun) -> StageOutcome:
-    """Refuse states that were made again after they had been verified."""
+    """Refuse states that were made again after they had been verified; say how training went."""
     plan = run.plan()
     refs = plan.inputs("train")
     if _is_outdated(plan):
@@ -180,7 +181,14 @@ def train(run: StageRun) -> StageOutcome:
             f"{refs['verification']} is older than the files of {refs['capture']}: some were made again",
             remedy="run the stage verify first (`--stages verify,train`)",
         )
-    return make("train")(run)
+    outcome = make("train")(run)
+    result = TrainResult.model_validate(outcome.result)
+    message = outcome.message
+    if result.resumed_from_step is not None and not outcome.reused:
+        message += f"; it went on from step {result.resumed_from_step:,}"
+    if result.early_stop:
+        message += f"; {result.early_stop}"
+    return outcome.model_copy(update={"message": message})
 
 
 def _is_outdated(plan: RunPlan) -> bool:

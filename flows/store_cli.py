@@ -11,7 +11,7 @@ from flows.options import JsonOption, SetOption, StoreOption, WorkspaceOption, l
 
 
 def lineage(
-    artifact: Annotated[str, typer.Argument(help="KIND/ID as in `eagle3 plan`, or the id alone.")],
+    artifact: Annotated[str, typer.Argument(help="KIND/ID as in `eagle3 plan`, or the beginning of the id.")],
     workspace: WorkspaceOption = "workspace",
     store: StoreOption = None,
     as_json: Annotated[

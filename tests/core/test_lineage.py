@@ -104,5 +104,11 @@ def test_no_name_names_no_artifact_even_where_there_is_only_one(store):
 def test_an_artifact_is_found_by_the_beginning_of_its_id(store):
     run = add_run(store, "a", age_days=1)
     assert find_artifact(store, run.export.id[:10]) == run.export
+    assert find_artifact(store, f"export/{run.export.id[:3]}") == run.export
+    assert find_artifact(store, str(run.export)) == run.export
+    with pytest.raises(StoreError, match=r"0 artifacts in .* begin with 'capture/"):
+        find_artifact(store, f"capture/{run.export.id[:15]}")
+    with pytest.raises(StoreError, match=r"names no artifact"):
+        find_artifact(store, "exports/12")
     with pytest.raises(StoreError, match=r"artifacts in .* begin with"):
         find_artifact(store, "")
