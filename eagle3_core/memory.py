@@ -8,6 +8,7 @@ is.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict
 
@@ -27,48 +28,52 @@ CHECKPOINT_COPIES = 2
 """One is written while the next is taken."""
 
 
-class MemoryNeed(BaseModel):
-    """The least memory of one engine, in bytes."""
+class Need(BaseModel):
+    """Bytes by part; what a part is called, and what helps where a host has too little."""
 
     model_config = ConfigDict(frozen=True)
+    names: ClassVar[dict[str, str]]
+    purpose: ClassVar[str] = ""
+    host_remedy: ClassVar[str]
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return sum(getattr(self, part) for part in self.names)
+
+    def __str__(self) -> str:
+        sizes = {name: getattr(self, part) for part, name in self.names.items()}
+        return " + ".join(f"{size / GIB:.1f} GiB of {name}" for name, size in sizes.items() if size)
+
+
+class MemoryNeed(Need):
+    """The least memory of one engine, in bytes."""
+
+    names = {"weights": "weights", "kv_cache": "KV cache", "states": "captured states"}
+    host_remedy = (
+        "end other programs, take a smaller target or a larger host, or lower engine.kv_cache_gib or "
+        "capture.shard_bytes"
+    )
     weights: int
     kv_cache: int
     states: int
 
-    @property
-    def total(self) -> int:
-        """All of it."""
-        return self.weights + self.kv_cache + self.states
 
-    def __str__(self) -> str:
-        return _listed({"weights": self.weights, "KV cache": self.kv_cache, "captured states": self.states})
-
-
-class TrainingNeed(BaseModel):
+class TrainingNeed(Need):
     """The least memory of a training on one GPU or on the host, in bytes."""
 
-    model_config = ConfigDict(frozen=True)
+    names = {
+        "state": "weights, gradients and optimizer state",
+        "frozen": "frozen embeddings and LM heads",
+        "copies": "checkpoint copies",
+    }
+    purpose = " for training"
+    host_remedy = (
+        "end other programs, lower draft.num_layers or draft.intermediate_size, or take a larger host"
+    )
     state: int
     frozen: int
     copies: int
-
-    @property
-    def total(self) -> int:
-        """All of it."""
-        return self.state + self.frozen + self.copies
-
-    def __str__(self) -> str:
-        return _listed(
-            {
-                "weights, gradients and optimizer state": self.state,
-                "frozen embeddings and LM heads": self.frozen,
-                "checkpoint copies": self.copies,
-            }
-        )
-
-
-def _listed(parts: dict[str, int]) -> str:
-    return " + ".join(f"{size / GIB:.1f} GiB of {name}" for name, size in parts.items() if size)
 
 
 def weight_bytes(target: TargetInfo, dtype: str) -> int:
@@ -179,7 +184,7 @@ def _frozen_bytes(config: RunConfig, target: TargetInfo) -> int:
     return 4 * (target.vocab_size * target.hidden_size + teacher + head)
 
 
-def check_host(need: MemoryNeed, available: int) -> None:
+def check_host(need: Need, available: int) -> None:
     """Refuse a host with too little memory.
 
     Raises:
@@ -188,9 +193,8 @@ def check_host(need: MemoryNeed, available: int) -> None:
     if need.total > available:
         raise HostError(
             f"{available / GIB:.1f} GiB of memory are available",
-            expected=f"at least {need.total / GIB:.1f} GiB ({need})",
-            remedy="end other programs, take a smaller target or a larger host, or lower engine.kv_cache_gib "
-            "or capture.shard_bytes",
+            expected=f"at least {need.total / GIB:.1f} GiB{need.purpose} ({need})",
+            remedy=need.host_remedy,
         )
 
 
@@ -221,21 +225,6 @@ def check_gpus(config: RunConfig, need: MemoryNeed, gpus: Sequence[GpuMemory]) -
             )
 
 
-def check_training(need_of_host: TrainingNeed, available: int) -> None:
-    """Refuse a host with too little memory for training.
-
-    Raises:
-        HostError: found and needed, by part.
-    """
-    if need_of_host.total > available:
-        raise HostError(
-            f"{available / GIB:.1f} GiB of memory are available",
-            expected=f"at least {need_of_host.total / GIB:.1f} GiB for training ({need_of_host})",
-            remedy="end other programs, lower draft.num_layers or draft.intermediate_size, or take a larger "
-            "host",
-        )
-
-
 def check_training_gpus(need: TrainingNeed, gpus: Sequence[GpuMemory]) -> None:
     """Refuse GPUs that are too small to train the draft.
 
@@ -246,7 +235,7 @@ def check_training_gpus(need: TrainingNeed, gpus: Sequence[GpuMemory]) -> None:
         if need.total > gpu.total_bytes:
             raise HostError(
                 f"GPU {gpu.device} has {gpu.total_bytes / GIB:.1f} GiB",
-                expected=f"at least {need.total / GIB:.1f} GiB for training ({need})",
+                expected=f"at least {need.total / GIB:.1f} GiB{need.purpose} ({need})",
                 remedy="train on more GPUs with train.parallel: fsdp2, or lower draft.num_layers, "
                 "draft.intermediate_size or draft.vocab_size",
             )

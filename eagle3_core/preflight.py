@@ -19,7 +19,7 @@ from eagle3_core.estimate.sizes import capture_bytes
 from eagle3_core.estimate.workload import guess_samples
 from eagle3_core.host.engine_environment import openmp_library
 from eagle3_core.host.engine_info import capture_versions, engine_versions
-from eagle3_core.host.gpus import gpu_memory, visible_gpus
+from eagle3_core.host.gpus import GpuMemory, gpu_memory, visible_gpus
 from eagle3_core.host.inspect import (
     GIB,
     check_loopback_port,
@@ -34,7 +34,6 @@ from eagle3_core.identity import draft_vocab_size, prompt_files
 from eagle3_core.memory import (
     check_gpus,
     check_host,
-    check_training,
     check_training_gpus,
     need_on_gpu,
     need_on_host,
@@ -168,9 +167,7 @@ def _check_memory(config: RunConfig) -> str:
 def _check_gpu_memory(config: RunConfig) -> str:
     if config.engine.device == "cpu":
         return "not needed"
-    named = config.engine.environment.get("CUDA_VISIBLE_DEVICES")
-    found = gpu_memory(visible_gpus(named))
-    target = _target_if_there(config)
+    found, target = _gpus(config), _target_if_there(config)
     if found is None or target is None:
         return "not known: " + ("the target is not there yet" if found else "no driver answers")
     used = found[: num_replicas(config, [gpu.device for gpu in found]) * config.engine.tensor_parallel_size]
@@ -183,17 +180,21 @@ def _check_training_memory(config: RunConfig) -> str:
     target = _target_if_there(config)
     if target is None:
         return "not known: the target is not there yet"
-    named = config.engine.environment.get("CUDA_VISIBLE_DEVICES")
-    gpus = None if config.engine.device == "cpu" else gpu_memory(visible_gpus(named))
+    gpus = None if config.engine.device == "cpu" else _gpus(config)
     ranks = num_ranks(config, len(gpus)) if gpus else config.train.num_ranks or 1
     on_host = training_on_host(config, target, ranks)
-    check_training(on_host, inspect_host().memory_available_bytes)
+    check_host(on_host, inspect_host().memory_available_bytes)
     found = f"at least {on_host.total / GIB:.1f} GiB needed on the host"
     if not gpus:
         return found
     on_gpu = training_on_gpu(config, target, ranks)
     check_training_gpus(on_gpu, gpus[:ranks])
     return f"{found}, {on_gpu.total / GIB:.1f} on each of {ranks} GPUs"
+
+
+def _gpus(config: RunConfig) -> list[GpuMemory] | None:
+    """Memory of the GPUs that the engine environment sees; None where no driver answers."""
+    return gpu_memory(visible_gpus(config.engine.environment.get("CUDA_VISIBLE_DEVICES")))
 
 
 def _target_if_there(config: RunConfig) -> TargetInfo | None:

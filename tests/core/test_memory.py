@@ -16,7 +16,6 @@ from eagle3_core.memory import (
     TrainingNeed,
     check_gpus,
     check_host,
-    check_training,
     check_training_gpus,
     kv_bytes,
     need_on_gpu,
@@ -134,9 +133,9 @@ def test_too_little_memory_for_training_is_refused_with_both_numbers_in_one_line
     with pytest.raises(HostError, match=r"GPU 1 has 40\.0 GiB; expected at least 76\.0 GiB .*fsdp2"):
         check_training_gpus(need, [GpuMemory(device="1", total_bytes=40 * GIB, free_bytes=0)])
     copies = TrainingNeed(state=0, frozen=0, copies=30 * GIB)
-    check_training(copies, 30 * GIB)
+    check_host(copies, 30 * GIB)
     with pytest.raises(HostError) as caught:
-        check_training(copies, 24 * GIB)
+        check_host(copies, 24 * GIB)
     assert str(caught.value).startswith(
         "24.0 GiB of memory are available; expected at least 30.0 GiB for training (30.0 GiB of checkpoint "
         "copies); end other programs"
