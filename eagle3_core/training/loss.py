@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 
 from eagle3_core.sections import LossConfig
-from eagle3_core.training.chunks import LossRows, chunk_rows
+from eagle3_core.training.chunks import chunk_rows
 from eagle3_core.training.losses import row_losses
 from eagle3_core.training.matrices import product
+from eagle3_core.training.row_index import send_arrays
 from eagle3_core.training.rows import RowPlan
 
 CHUNK_ELEMENTS = 1 << 20
@@ -120,7 +121,7 @@ class _ChunkedLoss(torch.autograd.Function):
         needs_gradient = needs_head or any(ctx.needs_input_grad[6:])
         compute, device = head.to(teacher.head.dtype), head.device
         rows = chunk_rows(plan, _max_rows(compute))
-        order, inverse, label, step = _on(device, rows)
+        order, inverse, label, step = send_arrays((rows.order, rows.inverse, rows.label, rows.step), device)
         factors = torch.tensor(weights, dtype=torch.float32).to(device, non_blocking=True)
         states = torch.cat([part.to(compute.dtype) for part in hidden]).index_select(0, order)
         normal, row_weights = teacher.normalise(final_states), factors[step]
@@ -191,11 +192,3 @@ def _max_rows(head: Tensor) -> int:
     if head.is_cuda:
         return CHUNK_BYTES // (head.element_size() * len(head))
     return CHUNK_ELEMENTS // len(head)
-
-
-def _on(device: torch.device, rows: LossRows) -> Sequence[Tensor]:
-    """Order, inverse, label and step of the rows on the device, by one asynchronous copy."""
-    whole = torch.stack([torch.from_numpy(x) for x in (rows.order, rows.inverse, rows.label, rows.step)])
-    if device.type == "cuda":
-        whole = whole.pin_memory()
-    return whole.to(device, non_blocking=True).unbind()

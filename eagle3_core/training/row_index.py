@@ -74,7 +74,7 @@ def index_rows(plan: RowPlan, device: torch.device) -> RowIndex:
         hulls.append((int(ends[-1]), longest))
         arrays += [step.rows, tokens, np.searchsorted(first, tokens), places, ends]
         arrays += [step.loss, _inverse(step.loss, len(step.rows)), after, _inverse(after, len(step.rows))]
-    all_rows, offsets, *tensors = _send(arrays, device)
+    all_rows, offsets, *tensors = send_arrays(arrays, device)
     lengths = np.diff(plan.offsets)
     max_keys, key_ends = int(lengths.max()), offsets.to(torch.int32)
     with_hull = uses_hull(device)
@@ -140,7 +140,7 @@ def _hull(rows: np.ndarray, offsets: Sequence[int]) -> tuple[np.ndarray, np.ndar
     return ends[document] + rows - starts[document], ends, max(2, int(sizes.max()))
 
 
-def _send(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
+def send_arrays(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
     """The arrays on the device, by one asynchronous copy."""
     whole = torch.from_numpy(np.concatenate([array.astype(np.int64, copy=False) for array in arrays]))
     if device.type == "cuda":

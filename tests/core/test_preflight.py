@@ -249,7 +249,7 @@ def test_a_target_that_does_not_fit_into_memory_is_refused_before_loading(tmp_pa
 def test_gpus_whose_memory_others_hold_are_refused_before_loading(tmp_path, monkeypatch):
     free = {"0": 75 << 30, "1": 25 << 30}
     gpus = [GpuMemory(device=name, total_bytes=80 << 30, free_bytes=size) for name, size in free.items()]
-    monkeypatch.setattr("eagle3_core.preflight.gpu_memory", lambda devices: gpus[: len(devices)])
+    monkeypatch.setattr("eagle3_core.preflight_memory.gpu_memory", lambda devices: gpus[: len(devices)])
     environment = stand_in_config(tmp_path).engine.environment | {"CUDA_VISIBLE_DEVICES": "0,1"}
     config = change(stand_in_config(tmp_path), "engine", device="cuda", environment=environment)
     check = CHECKS["gpu memory"]
@@ -260,7 +260,7 @@ def test_gpus_whose_memory_others_hold_are_refused_before_loading(tmp_path, monk
 
 def test_gpus_too_small_to_train_the_draft_stop_only_a_run_that_trains(tmp_path, monkeypatch):
     gpus = [GpuMemory(device="0", total_bytes=1 << 10, free_bytes=1 << 10)]
-    monkeypatch.setattr("eagle3_core.preflight.gpu_memory", lambda devices: gpus)
+    monkeypatch.setattr("eagle3_core.preflight_memory.gpu_memory", lambda devices: gpus)
     config = change(stand_in_config(tmp_path), "engine", device="cuda")
     with pytest.raises(HostError, match=r"GPU 0 has 0\.0 GiB; expected at least .* GiB for training \("):
         CHECKS["training memory"](config)
