@@ -31,7 +31,7 @@ from eagle3_core.training.loader import PackReader, fingerprint
 from eagle3_core.training.loss import Teacher
 from eagle3_core.training.meter import Meter, StepCost
 from eagle3_core.training.metrics_log import MetricsLog
-from eagle3_core.training.optimizer_step import StepComputer, StepValues
+from eagle3_core.training.optimizer_step import StepChoices, StepComputer, StepValues
 from eagle3_core.training.optimizers import Optimizers
 from eagle3_core.training.position import Position
 from eagle3_core.training.ranks import Ranks
@@ -139,28 +139,39 @@ class Trainer:
         with ahead as parts:
             began, waited = time.monotonic(), 0.0
             for _, of_step in groupby(parts, key=lambda part: part.step.number):
-                self._step(of_step, began, partial(_waited_since, ahead, waited))
-                self._data.waited_seconds = ahead.waited_seconds
+                ended = self._step(of_step, began, partial(_waited_since, ahead, waited))
+                waited = self._data.waited_seconds = ahead.waited_seconds
                 self._report()
-                if self._is_time_to_look(len(plan)):
-                    self._look(is_epoch_end=False)
-                    if self._is_stopped():
-                        return
-                self.keeper.save_if_due(position.step, position.document)
-                began, waited = time.monotonic(), ahead.waited_seconds
+                began = ended + self._pause(len(plan))
+                if self._is_stopped():
+                    return
         self._look(is_epoch_end=True)
+
+    def _pause(self, num_steps: int) -> float:
+        """Look and save where it is time; returns the seconds that this took."""
+        seconds = 0.0
+        if self._is_time_to_look(num_steps):
+            started = time.monotonic()
+            self._look(is_epoch_end=False)
+            seconds = time.monotonic() - started
+        blocked = self.keeper.blocked_seconds
+        self.keeper.save_if_due(self.position.step, self.position.document)
+        return seconds + self.keeper.blocked_seconds - blocked
 
     def _is_time_to_look(self, num_steps: int) -> bool:
         every = self.config.train.evaluate_every_steps
         return every is not None and self.position.step % every == 0 and self.position.epoch_step < num_steps
 
-    def _step(self, parts: Iterator[StepPart], began: float, waited: Callable[[], float]) -> None:
+    def _step(self, parts: Iterator[StepPart], began: float, waited: Callable[[], float]) -> float:
         """One optimizer step; one without a loss row on any rank is counted and changes nothing.
 
         Args:
             parts: this rank's packs of it, one part at least.
             began: when the step before ended.
             waited: seconds that this rank has waited for data since then.
+
+        Returns:
+            When it ended.
         """
         position = self.position
         rate = learning_rate(self.config.train, position.step, self.num_steps)
@@ -170,7 +181,7 @@ class Trainer:
         self.history.num_empty_packs += len(plan.silent)
         if not any(plan.counts):
             self._leave_out("no row of it carries loss", plan)
-            return
+            return time.monotonic()
         self._tell_silent(plan)
         packs = (part.pack for part in chain([first], parts) if part.pack)
         values = self.computer.compute(plan, packs, position.epoch)
@@ -178,10 +189,14 @@ class Trainer:
         if is_taken:
             self.optimizers.step(rate)
         self.optimizers.zero_grad()
-        if is_taken:
-            elapsed = time.monotonic() - began
-            position.seconds += elapsed
-            self._count(values, rate, StepCost(plan.tokens, plan.flops, elapsed, waited()), plan)
+        if not is_taken:
+            return time.monotonic()
+        choices = self.computer.choices()
+        ended = time.monotonic()
+        position.seconds += ended - began
+        cost = StepCost(plan.tokens, plan.flops, ended - began, waited())
+        self._count(values, choices, rate, cost, plan)
+        return ended
 
     def _tell_silent(self, plan: StepPlan) -> None:
         for keys in plan.silent:
@@ -220,7 +235,9 @@ class Trainer:
         finite = {name: value if abs(value) < float("inf") else None for name, value in values.items()}
         self._record("skipped", reason=reason, samples=list(plan.keys), **finite)
 
-    def _count(self, values: StepValues, rate: float, cost: StepCost, plan: StepPlan) -> None:
+    def _count(
+        self, values: StepValues, choices: StepChoices, rate: float, cost: StepCost, plan: StepPlan
+    ) -> None:
         self.position.count(values.sums, plan.counts)
         self._record(
             "step",
@@ -230,8 +247,8 @@ class Trainer:
             tokens=plan.tokens,
             grad_norm=values.norm,
             learning_rate=rate,
-            **values.agreement.rates().figures(),
-            draft_vocabulary_share=round(values.share, 4),
+            **choices.agreement.rates().figures(),
+            draft_vocabulary_share=round(choices.share, 4),
             samples=list(plan.keys),
             **self.meter.add(cost),
         )

@@ -5,6 +5,7 @@ Legend: K TTT steps, M_k loss rows of step k in a pack.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -35,31 +36,34 @@ class StepValues:
         sums: S_k of each TTT step.
         loss: of the step.
         norm: of its gradient before clipping.
-        agreement: of the draft's choices with the target's own.
-        share: mean probability that the target gives to the draft vocabulary at its labels.
     """
 
     sums: list[float]
     loss: float
     norm: float
+
+
+@dataclass(frozen=True)
+class StepChoices:
+    """What the draft of all ranks chose in a step.
+
+    Attributes:
+        agreement: of the draft's choices with the target's own.
+        share: mean probability that the target gives to the draft vocabulary at its labels.
+    """
+
     agreement: Agreement
     share: float
 
 
 @dataclass(frozen=True)
-class _Labelled:
-    """What is counted of a pack once its gradients are under way: copies of choices would wait for them."""
+class _Chosen:
+    """Choices of a pack, [sum of M_k] target ids on their way to the CPU, and what they are held against."""
 
     plan: RowPlan
-    choices: tuple[Tensor, ...]
+    targets: Tensor
     argmax: Tensor
     share: Tensor
-
-    @classmethod
-    def of(cls, pack: Pack, parts: LossParts) -> _Labelled:
-        assert pack.argmax is not None
-        assert pack.share is not None
-        return cls(pack.plan, parts.choices, pack.argmax, pack.share)
 
 
 class StepComputer:
@@ -81,9 +85,12 @@ class StepComputer:
         self.device = draft.verifier_norm.weight.device
         self.teacher = teacher_of(draft, DTYPES[config.train.compute_dtype])
         self._target_ids = target_ids_of(draft)
+        self._chosen: list[_Chosen] = []
 
     def compute(self, plan: StepPlan, packs: Iterable[Pack], epoch: int) -> StepValues:
         """Forward and backward passes of this rank's packs, and what all ranks found.
+
+        It returns when the device has done its work.
 
         Args:
             plan: of the step.
@@ -93,38 +100,43 @@ class StepComputer:
         train = self._config.train
         weights = step_weights(plan.counts, train.step_loss_decay)
         sums = torch.zeros(len(weights), dtype=torch.float64, device=self.device)
-        labelled: list[_Labelled] = []
+        self._chosen = []
         with self._weights.whole():
-            for pack in packs:
+            for number, pack in enumerate(packs, start=1):
                 noisy = with_noise(pack.to(self.device), train, self._draft.hidden_size, epoch)
                 parts = self._losses(noisy, weights)
-                parts.loss.backward()
+                is_last = number == len(plan.mine)
+                with self._weights.sending() if is_last else contextlib.nullcontext():
+                    parts.loss.backward()
                 sums += parts.step_sums
-                labelled.append(_Labelled.of(pack, parts))
+                self._chosen.append(self._choices_of(pack, parts))
             self._weights.reduce()
-        own_norm = self._weights.clip(train.max_grad_norm)
-        return self._of_all_ranks(sums, own_norm, weights, labelled)
+        norm = self._weights.clip(train.max_grad_norm)  # one rank's for all: they must judge a step alike
+        norm, *totals = self._ranks.total([norm if self._ranks.is_first else 0.0, *sums.tolist()])
+        loss = sum(weight * total for weight, total in zip(weights, totals, strict=True))
+        return StepValues(totals, loss, norm)
+
+    def choices(self) -> StepChoices:
+        """What was chosen in the step computed last; best asked while the device takes the step."""
+        agreement = Agreement(self._config.train.ttt_steps)
+        for each in self._chosen:
+            agreement.add(each.plan, each.targets.split(each.plan.counts), each.argmax)
+        share = sum(float(each.share.sum(dtype=torch.float64)) for each in self._chosen)
+        num_labels = float(sum(len(each.share) for each in self._chosen))
+        share, num_labels, *counts = self._ranks.total(
+            [share, num_labels, *agreement.counts.ravel().tolist()]
+        )
+        return StepChoices(Agreement.of(counts), share / max(1, num_labels))
+
+    def _choices_of(self, pack: Pack, parts: LossParts) -> _Chosen:
+        """Asked when the gradients are under way: the copy does not hold them up."""
+        assert pack.argmax is not None
+        assert pack.share is not None
+        targets = self._target_ids[torch.cat(parts.choices)].to("cpu", non_blocking=True)
+        return _Chosen(pack.plan, targets, pack.argmax, pack.share)
 
     def _losses(self, pack: Pack, weights: Sequence[float]) -> LossParts:
         hidden = ttt_forward(self._draft, pack, self.teacher.head.dtype)
         head = self._draft.lm_head.weight if self._config.draft.train_lm_head else self.teacher.head
         kind = self._config.train.loss
         return pack_loss(hidden, head, pack.final_states, self.teacher, pack.plan, weights, kind)
-
-    def _of_all_ranks(
-        self, sums: Tensor, own_norm: float, weights: Sequence[float], labelled: Sequence[_Labelled]
-    ) -> StepValues:
-        """Sums over all ranks. The norm is one rank's for all: they must judge the step alike."""
-        agreement = Agreement(len(weights))
-        for each in labelled:
-            targets = self._target_ids[torch.cat(each.choices)].cpu().split(each.plan.counts)
-            agreement.add(each.plan, targets, each.argmax)
-        share = sum(float(each.share.sum(dtype=torch.float64)) for each in labelled)
-        num_labels = float(sum(len(each.share) for each in labelled))
-        norm = own_norm if self._ranks.is_first else 0.0
-        own = [norm, share, num_labels, *sums.tolist(), *agreement.counts.ravel().tolist()]
-        norm, share, num_labels, *rest = self._ranks.total(own)
-        totals = rest[: len(weights)]
-        loss = sum(weight * total for weight, total in zip(weights, totals, strict=True))
-        agreement = Agreement.of(rest[len(weights) :])
-        return StepValues(totals, loss, norm, agreement, share / max(1, num_labels))

@@ -8,7 +8,7 @@ the same order.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -16,11 +16,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import Parameter
 
 Value = TypeVar("Value")
-BUCKET_ELEMENTS = 1 << 24
-"""Small gradients are summed together, up to so many numbers (64 MiB)."""
 TIMEOUT_HOURS = 24.0
 """A rank waits so long for another, which may be waiting for room on a disk; one that has died is noticed at
 once by whoever started it."""
@@ -93,49 +90,6 @@ class Ranks:
         if self.size > 1:
             for tensor in tensors:
                 dist.broadcast(tensor, src=0)
-
-    def sum_gradients(self, parameters: Mapping[str, Parameter]) -> None:
-        """Sum whole gradients over all ranks, in place; a rank without a gradient adds zeros.
-
-        Args:
-            parameters: the same names in the same order on all ranks, fp32.
-        """
-        if self.size == 1:
-            return
-        for parameter in parameters.values():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        for bucket in buckets([parameter.grad for parameter in parameters.values()]):  # type: ignore[misc]
-            sum_bucket(bucket)
-
-
-def buckets(tensors: Sequence[Tensor], limit: int = BUCKET_ELEMENTS) -> list[list[Tensor]]:
-    """Tensors in order, put together while they have at most `limit` numbers; a larger one stands alone.
-
-    Of 3, 4, 20 and 5 numbers and a limit of 8: [3, 4], [20], [5].
-    """
-    groups: list[list[Tensor]] = []
-    filled = limit
-    for tensor in tensors:
-        if filled + tensor.numel() > limit:
-            groups.append([])
-            filled = 0
-        groups[-1].append(tensor)
-        filled += tensor.numel()
-    return groups
-
-
-def sum_bucket(tensors: Sequence[Tensor]) -> None:
-    """Sum each tensor over all ranks in place, by one call."""
-    if len(tensors) == 1 and tensors[0].is_contiguous():
-        dist.all_reduce(tensors[0])
-        return
-    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    dist.all_reduce(flat)
-    parts = flat.split([tensor.numel() for tensor in tensors])
-    torch._foreach_copy_(
-        list(tensors), [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
-    )
 
 
 def join(device: torch.device) -> Ranks:

@@ -1,16 +1,17 @@
 """Weights on several ranks: whole on each, or sharded by FSDP2.
 
 The unrolled forward reads a draft's weights without calling its modules, so nothing here relies on hooks of
-a module's forward: sharded weights are put together before the packs of a step and given up after them, and
-gradients are summed when the last pack is done. Every weight's gradient is complete only then, at the end of
-the backward pass (see `matrices`), so there is little that could have been sent earlier.
+a module's forward: sharded weights are put together before the packs of a step and given up after them.
+Gradients are summed once a step, in the backward pass of the last pack: matrices get theirs one after the
+other at its end (see `matrices`), and each is sent while the next is computed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
@@ -23,6 +24,14 @@ from torch.nn import Parameter
 
 from eagle3_core.sections import TrainConfig
 from eagle3_core.training.draft import trained_parameters
+from eagle3_core.training.gradients import (
+    GradientSender,
+    Group,
+    Wait,
+    begin_sum,
+    grouped,
+    sending_order,
+)
 from eagle3_core.training.ranks import Ranks
 
 logger = logging.getLogger(__name__)
@@ -47,8 +56,11 @@ class Weights(Protocol):
     def whole(self) -> contextlib.AbstractContextManager[None]:
         """Within it the draft's modules have whole weights."""
 
+    def sending(self) -> contextlib.AbstractContextManager[None]:
+        """Around the last backward pass of a step, within `whole`: gradients leave as they are completed."""
+
     def reduce(self) -> None:
-        """Sum gradients over all ranks into those of `parameters`; called within `whole`."""
+        """Sum all gradients over all ranks into those of `parameters`; called within `whole`."""
 
     def clip(self, max_norm: float) -> float:
         """Clip the gradients of `parameters`; returns their norm over all ranks before that."""
@@ -59,20 +71,29 @@ class WholeWeights:
 
     def __init__(self, draft: Any, ranks: Ranks) -> None:
         self.parameters = trained_parameters(draft)
-        self._ranks = ranks
+        ordered = {name: self.parameters[name] for name in sending_order(self.parameters)}
+        groups = grouped(ordered) if ranks.size > 1 else []
+        self._sender = GradientSender(self.parameters, groups, self._send)
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
         """Nothing to do."""
         yield
 
+    def sending(self) -> contextlib.AbstractContextManager[None]:
+        """Send gradients as they are completed."""
+        return self._sender.early()
+
     def reduce(self) -> None:
         """Sum gradients over all ranks."""
-        self._ranks.sum_gradients(self.parameters)
+        self._sender.finish()
 
     def clip(self, max_norm: float) -> float:
         """Clip; see `Weights`."""
         return float(torch.nn.utils.clip_grad_norm_(self.parameters.values(), max_norm))
+
+    def _send(self, group: Group) -> Wait:
+        return begin_sum([self.parameters[name].grad for name in group])  # type: ignore[misc]
 
 
 class ShardedWeights:
@@ -82,51 +103,72 @@ class ShardedWeights:
         frozen = {parameter for parameter in draft.parameters() if not parameter.requires_grad}
         mesh = init_device_mesh(device.type, (ranks.size,))
         fully_shard(draft, mesh=mesh, ignored_params=frozen)
-        self._draft, self._size, self._rank = draft, ranks.size, ranks.rank
+        self._draft, self._size = draft, ranks.size
         self.parameters = trained_parameters(draft)
+        self._sender: GradientSender | None = None
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
         """Put weights together, and give the other ranks' parts up at the end."""
         self._draft.unshard()
+        parameters = trained_parameters(self._draft)
+        groups = [[name] for name in sending_order(parameters)]
+        self._sender = GradientSender(parameters, groups, partial(self._send, parameters))
         try:
             yield
         finally:
-            for parameter in trained_parameters(self._draft).values():
+            self._sender = None
+            for parameter in parameters.values():
                 parameter.grad = None
             self._draft.reshard()
 
+    def sending(self) -> contextlib.AbstractContextManager[None]:
+        """Send gradients as they are completed."""
+        assert self._sender is not None
+        return self._sender.early()
+
     def reduce(self) -> None:
         """Sum gradients over all ranks; each keeps its rows."""
-        for name, whole in trained_parameters(self._draft).items():
-            sharded = self.parameters[name]
-            assert isinstance(sharded, DTensor)
-            gradient = torch.zeros_like(whole) if whole.grad is None else whole.grad
-            whole.grad = None
-            sharded.grad = DTensor.from_local(
-                self._own_rows(gradient, len(sharded.to_local())),
-                sharded.device_mesh,
-                sharded.placements,
-                run_check=False,
-                shape=sharded.shape,
-                stride=sharded.stride(),
-            )
+        assert self._sender is not None
+        self._sender.finish()
 
     def clip(self, max_norm: float) -> float:
         """Clip; see `Weights`."""
         norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), max_norm)
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
-    def _own_rows(self, gradient: Tensor, num_rows: int) -> Tensor:
-        """This rank's rows of a gradient summed over all ranks."""
+    def _send(self, whole: Mapping[str, Parameter], group: Group) -> Wait:
+        """Begin to sum a gradient over all ranks; this one keeps its rows."""
+        (name,) = group
+        gradient = whole[name].grad
+        assert gradient is not None
         most = -(-len(gradient) // self._size)
         missing = most * self._size - len(gradient)
         padded = gradient.contiguous()
         if missing:
             padded = torch.cat([padded, padded.new_zeros(missing, *gradient.shape[1:])])
         own = padded.new_empty(most, *gradient.shape[1:])
-        REDUCE_SCATTER(own, padded)
-        return own[:num_rows].contiguous()
+        work = REDUCE_SCATTER(own, padded, async_op=True)
+
+        def wait() -> None:
+            work.wait()
+            whole[name].grad = None
+            self._keep(name, own)
+
+        return wait
+
+    def _keep(self, name: str, rows: Tensor) -> None:
+        """Make a summed gradient's rows, padding included, that of the sharded parameter."""
+        sharded = self.parameters[name]
+        assert isinstance(sharded, DTensor)
+        sharded.grad = DTensor.from_local(
+            rows[: len(sharded.to_local())].contiguous(),
+            sharded.device_mesh,
+            sharded.placements,
+            run_check=False,
+            shape=sharded.shape,
+            stride=sharded.stride(),
+        )
 
 
 def hold_weights(draft: Any, ranks: Ranks, mode: Mode, device: torch.device) -> Weights:

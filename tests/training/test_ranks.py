@@ -15,7 +15,7 @@ from eagle3_core.identity import plan_verification
 from eagle3_core.store.local import LocalStore
 from eagle3_core.target.info import TargetInfo
 from eagle3_core.training import train
-from eagle3_core.training.ranks import Ranks, buckets
+from eagle3_core.training.ranks import Ranks
 from eagle3_core.training.weights import choose_mode
 from tests.training.examples import make_config, make_samples
 from tests.training.runs import Quiet, folder_of, records_of, spec_of
@@ -117,11 +117,6 @@ def test_ranks_that_have_read_different_checkpoints_do_not_train(
     with pytest.raises(TrainingError, match=r"the ranks have read checkpoints of the steps 0, 7; expected"):
         train.train_rank(spec, quiet, Disagreeing())  # type: ignore[arg-type]
     assert quiet.steps == []
-
-
-def test_small_gradients_share_a_message_and_large_ones_stand_alone() -> None:
-    groups = buckets([torch.zeros(size) for size in (3, 4, 20, 5)], limit=8)
-    assert [[len(tensor) for tensor in group] for group in groups] == [[3, 4], [20], [5]]
 
 
 def test_weights_are_sharded_where_they_would_fill_a_gpu() -> None:
