@@ -1,15 +1,16 @@
 """A part of the host benchmark: training on all GPUs beside one, at the same global batch.
 
-First the optimizer step alone, on random states in memory, with the time that sending takes (`train_ranks`).
-Then the pipeline's own step `train`, as it trains a draft from a capture in a store: its speed and its share
+First the pipeline's own step `train`, as it trains a draft from a capture in a store: its speed and its share
 of time waiting for data, and how far the loss curves of one rank and of all are apart. The first steps, in
-which kernels are compiled, do not count.
+which kernels are compiled, do not count. Then the optimizer step alone, on random states in memory, with the
+time that sending takes (`train_ranks`).
 """
 
 from __future__ import annotations
 
 import json
 import shutil
+import statistics
 import subprocess
 import sys
 import time
@@ -28,7 +29,7 @@ from eagle3_core.identity import plan_labels
 from eagle3_core.store.local import LocalStore
 from eagle3_core.training.metrics_log import read_records
 
-NUM_STEPS, FIRST_STEPS = 10, 4
+NUM_STEPS, FIRST_STEPS = 12, 2
 """Optimizer steps, and how many of them do not count for speed."""
 STEP_SHAPES = {"8b": "llama-8b", "tiny": "cpu-small"}
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -39,7 +40,7 @@ ROUNDS = {"8b": ("--rounds", "4", "--warm-up", "1"), "tiny": ("--rounds", "2", "
 
 
 def measure(spec: PartSpec) -> None:
-    """Measure the step alone, then the step of the pipeline, each on one rank and on all."""
+    """Measure the step of the pipeline, then the optimizer step alone, each on one rank and on all."""
     counts = (1,) if spec.gpus == 1 else (1, spec.gpus)
     found: dict[str, Any] = {"packs": spec.gpus, "steps": [], "runs": []}
     started = time.perf_counter()
@@ -52,28 +53,25 @@ def measure(spec: PartSpec) -> None:
         spec.save(found)
     if spec.gpus > 1:
         found["curves"] = compare_curves(*(run["losses"] for run in found["runs"]))
-    for count in counts:
-        found["steps"].append(step_alone(spec, root, count))
-        spec.save(found)
+    found["steps"] = steps_alone(spec, root)
+    spec.save(found)
 
 
-def step_alone(spec: PartSpec, folder: Path, count: int) -> dict[str, Any]:
-    """What `benchmarks.train_ranks` finds for so many ranks."""
-    file = folder / f"step-{count}.json"
+def steps_alone(spec: PartSpec, folder: Path) -> list[dict[str, Any]]:
+    """What `benchmarks.train_ranks` finds for one rank and for all."""
+    file = folder / "steps.json"
     arguments = [
-        "--shape", STEP_SHAPES[spec.shape], "--device", spec.device, "--ranks", str(count), "--packs",
-        str(spec.gpus), "--ttt-steps", str(SETTINGS[spec.shape]["ttt_steps"]), *ROUNDS[spec.shape],
-        "--json", str(file),
+        "--shape", STEP_SHAPES[spec.shape], "--device", spec.device, "--ranks", str(spec.gpus),
+        "--ttt-steps", str(SETTINGS[spec.shape]["ttt_steps"]), *ROUNDS[spec.shape], "--json", str(file),
     ]  # fmt: skip
     command = [sys.executable, "-m", "benchmarks.train_ranks", *arguments]
     subprocess.run(command, check=True, cwd=PROJECT_ROOT, stdin=subprocess.DEVNULL)
-    (found,) = json.loads(file.read_text())
-    tell(
-        f"step alone, {count} ranks: {found['tokens_per_second']:,.0f} tokens/s, {found['ms']:.0f} ms, "
-        f"{found['communication_ms']:.1f} of them sending"
-    )
-    assert isinstance(found, dict)
-    return found
+    steps = json.loads(file.read_text())
+    assert isinstance(steps, list)
+    for found in steps:
+        speed = f"{found['tokens_per_second']:,.0f} tokens/s, {found['ms']:.0f} ms"
+        tell(f"step alone, {found['ranks']} ranks: {speed}")
+    return steps
 
 
 def capture_size(shape: str, packs: int) -> CaptureSize:
@@ -145,7 +143,7 @@ def train(spec: PartSpec, root: Path, refs: dict[str, ArtifactRef], count: int) 
         "ranks": count,
         "seconds": time.perf_counter() - started,
         "heldout_loss": result.epochs[-1].heldout_loss,
-        **speed([record for record in records if record["type"] == "step"]),
+        **figures_of([record for record in records if record["type"] == "step"]),
     }
     tell(
         f"step train, {count} ranks: {found['tokens_per_second']:,.0f} tokens/s, "
@@ -155,12 +153,12 @@ def train(spec: PartSpec, root: Path, refs: dict[str, ArtifactRef], count: int) 
     return found
 
 
-def speed(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Tokens per second and share of time waiting for data after the first steps; losses of all steps."""
+def figures_of(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Median tokens per second and share of time waiting for data after the first steps; all losses."""
     counted = records[FIRST_STEPS:]
     seconds = sum(record["seconds"] for record in counted)
     return {
-        "tokens_per_second": sum(record["tokens"] for record in counted) / seconds,
+        "tokens_per_second": statistics.median(record["tokens"] / record["seconds"] for record in counted),
         "data_wait_share": sum(record["data_wait_seconds"] for record in counted) / seconds,
         "mfu": counted[-1]["mfu"],
         "peak_memory_gb": counted[-1]["peak_memory_gb"],

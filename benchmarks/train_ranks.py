@@ -2,18 +2,22 @@
 
 `python -m benchmarks.train_ranks` takes small shapes and gloo on the CPU; on a host with two GPUs:
 
-    python -m benchmarks.train_ranks --shape llama-8b --device cuda --ttt-steps 7 --ranks 1 2
+    python -m benchmarks.train_ranks --shape llama-8b --device cuda --ttt-steps 7 --ranks 2 --packs 2 8
 
-A step has `--packs` packs, equally large for every number of ranks, so one rank takes them one after the
-other. The first step's loss and gradient norm are printed too: they are the same for every number of ranks.
-What is sent in a step (weights, gradients) is timed on its own, with all ranks ready before it. Ranks are
-started by torchrun. On shared cores no figure says anything but that.
+A step has `--packs` packs, equally large, shared by all ranks; one rank takes them one after the other. Ranks
+are started once, by torchrun: the first works alone while the others wait, then all work. Loss and gradient
+norm of the first step are printed too: they are the same for every number of ranks.
+
+Two figures tell of sending weights and gradients: how long it takes on its own, and how much longer a step is
+than one in which nothing is sent (`ddp` only), which is less where it happens beside the backward pass. On
+shared cores no figure says anything but that.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import json
 import statistics
 import sys
@@ -41,9 +45,10 @@ class Runner:
     Args:
         options: of the command line.
         ranks: that share each step.
+        num_packs: of a step.
     """
 
-    def __init__(self, options: argparse.Namespace, ranks: Ranks) -> None:
+    def __init__(self, options: argparse.Namespace, ranks: Ranks, num_packs: int) -> None:
         shape, device = SHAPES[options.shape], options.device
         torch.manual_seed(0)
         draft = make_draft(shape, device)
@@ -51,22 +56,29 @@ class Runner:
         self.weights: Weights = hold_weights(draft, ranks, options.parallel, torch.device(device))
         self.optimizer = torch.optim.AdamW(self.weights.parameters.values(), lr=1e-6, fused=True)
         self.forwards: list[Step] = []
-        for number in share_packs([1.0] * options.packs, ranks.size)[ranks.rank]:
+        for number in share_packs([1.0] * num_packs, ranks.size)[ranks.rank]:
             torch.manual_seed(SEED + number)
             samples = make_samples(shape, options.loss_share)
             self.forwards.append(ours(draft, samples, options.ttt_steps, device)[0])
-        self.tokens = options.packs * shape.documents * shape.document_tokens
-        self.num_packs = options.packs
+        self.tokens = num_packs * shape.documents * shape.document_tokens
+        self.num_packs = num_packs
 
-    def step(self) -> tuple[float, float]:
-        """One step; returns the mean loss of all packs and the gradient norm."""
+    def step(self, sends: bool = True) -> tuple[float, float]:
+        """One step; returns the mean loss of all packs and the gradient norm.
+
+        Args:
+            sends: whether gradients are summed over all ranks.
+        """
         loss = torch.zeros((), device=self.device)
         with self.weights.whole():
-            for forward in self.forwards:
+            for number, forward in enumerate(self.forwards, start=1):
                 part = forward() / self.num_packs
-                part.backward()
+                is_sent = sends and number == len(self.forwards)
+                with self.weights.sending() if is_sent else contextlib.nullcontext():
+                    part.backward()
                 loss += part.detach()
-            self.weights.reduce()
+            if sends:
+                self.weights.reduce()
         norm = self.weights.clip(1.0)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -97,52 +109,87 @@ class Runner:
         self.ranks.wait()
 
 
-def work(options: argparse.Namespace) -> None:
-    """Be one rank; the first one leaves what was measured."""
-    ranks = join_ranks(options.device)
-    runner = Runner(options, ranks)
+def measure(options: argparse.Namespace, ranks: Ranks, num_packs: int) -> dict[str, Any]:
+    """What these ranks find together.
+
+    Args:
+        options: of the command line.
+        ranks: that share each step; one alone is measured too.
+        num_packs: of a step.
+    """
+    if options.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    runner = Runner(options, ranks, num_packs)
     loss, norm = runner.step()
     for _ in range(options.warm_up):
         runner.step()
-    spent = [runner.seconds(runner.step) for _ in range(options.rounds)]
-    sending = [runner.communication_seconds() for _ in range(COMMUNICATION_ROUNDS)]
+    spent, silent = [], []
+    can_be_silent = ranks.size > 1 and options.parallel == "ddp"
+    for _ in range(options.rounds):
+        spent.append(runner.seconds(runner.step))
+        if can_be_silent:
+            silent.append(runner.seconds(lambda: runner.step(sends=False)))
     found: dict[str, Any] = {
         "ranks": ranks.size,
+        "packs": num_packs,
         "loss": loss,
         "norm": norm,
         "ms": 1000 * statistics.median(spent),
         "spread_ms": [1000 * min(spent), 1000 * max(spent)],
-        "communication_ms": 1000 * statistics.median(sending) if ranks.size > 1 else 0.0,
         "tokens_per_second": runner.tokens / statistics.median(spent),
     }
+    if ranks.size > 1:
+        sending = [runner.communication_seconds() for _ in range(COMMUNICATION_ROUNDS)]
+        found["communication_ms"] = 1000 * statistics.median(sending)
+    if silent:
+        found["exposed_ms"] = found["ms"] - 1000 * statistics.median(silent)
     if options.device == "cuda":
         found["peak_gib"] = torch.cuda.max_memory_allocated() / GIB
+    return found
+
+
+def work(options: argparse.Namespace) -> None:
+    """Be one rank; the first one leaves what was measured, the others wait while it works alone."""
+    ranks = join_ranks(options.device)
+    found = []
+    for num_packs in options.packs or [ranks.size]:
+        for taking_part in [Ranks(), ranks][: ranks.size]:
+            if ranks.is_first or taking_part is ranks:
+                found.append(measure(options, taking_part, num_packs))
+            gc.collect()
+            ranks.wait()
     leave(found, ranks)
 
 
 def report(found: list[dict[str, Any]]) -> None:
-    """Print each number of ranks beside the first."""
+    """Print each number of packs, and several ranks beside one."""
+    alone = {each["packs"]: each for each in found if each["ranks"] == 1}
     for each in found:
-        ratio = each["tokens_per_second"] / found[0]["tokens_per_second"]
-        sending = f", {each['communication_ms']:.1f} of them sending" if each["ranks"] > 1 else ""
+        sending = ""
+        if "communication_ms" in each:
+            sending = f", sending alone {each['communication_ms']:.1f}"
+        if "exposed_ms" in each:
+            sending += f", a step is longer by {each['exposed_ms']:.1f}"
         memory = f", peak {each['peak_gib']:.1f} GiB a GPU" if "peak_gib" in each else ""
         print(
-            f"{each['ranks']} ranks: {each['ms']:.1f} ms a step ({each['spread_ms'][0]:.1f}-"
-            f"{each['spread_ms'][1]:.1f}{sending}), {each['tokens_per_second']:.0f} tokens/s, {ratio:.2f} x"
-            f"{memory}; first step: loss {each['loss']:.6f}, gradient norm {each['norm']:.6f}"
+            f"{each['packs']} packs, {each['ranks']} ranks: {each['ms']:.1f} ms a step "
+            f"({each['spread_ms'][0]:.1f}-{each['spread_ms'][1]:.1f}{sending}), "
+            f"{each['tokens_per_second']:.0f} tokens/s, "
+            f"{each['tokens_per_second'] / alone[each['packs']]['tokens_per_second']:.2f} x{memory}; "
+            f"first step: loss {each['loss']:.6f}, gradient norm {each['norm']:.6f}"
         )
 
 
 def main() -> None:
-    """Measure every number of ranks, or be one of them."""
+    """Measure, or be one of the ranks."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shape", choices=sorted(SHAPES), default="cpu-small")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--ranks", type=int, default=2, help="beside one")
     parser.add_argument("--parallel", choices=("ddp", "fsdp2"), default="ddp")
-    parser.add_argument("--packs", type=int, default=2, help="of one optimizer step")
+    parser.add_argument("--packs", type=int, nargs="+", help="of one optimizer step; by default one a rank")
     parser.add_argument("--ttt-steps", type=int, default=3)
     parser.add_argument("--loss-share", type=float, default=0.5, help="of the tokens")
     parser.add_argument("--rounds", type=int, default=10)
@@ -152,7 +199,7 @@ def main() -> None:
     if is_rank():
         work(options)
         return
-    found = [run_ranks("benchmarks.train_ranks", count, sys.argv[1:]) for count in options.ranks]
+    found = run_ranks("benchmarks.train_ranks", options.ranks, sys.argv[1:])
     report(found)
     if options.json:
         options.json.write_text(json.dumps(found, indent=1))

@@ -41,7 +41,7 @@ def record(seconds: float, waited: float, loss: float) -> dict:
 
 
 def test_the_first_steps_do_not_count_for_speed_but_for_the_loss():
-    found = speed([record(50.0, 20.0, 9.0)] * 4 + [record(1.0, 0.1, 5.0), record(3.0, 0.3, 4.0)])
+    found = figures_of([record(50.0, 20.0, 9.0)] * 4 + [record(1.0, 0.1, 5.0), record(3.0, 0.3, 4.0)])
     assert found["tokens_per_second"] == pytest.approx(50.0)
     assert found["data_wait_share"] == pytest.approx(0.1)
     assert found["losses"] == [9.0] * 4 + [5.0, 4.0]
