@@ -7,7 +7,7 @@ import pytest
 from benchmarks import all_reduce
 from benchmarks.all_reduce import bus_bandwidth
 from benchmarks.host_capture import round_sizes, summary
-from benchmarks.host_training import NUM_STEPS, capture_size, compare_curves, speed
+from benchmarks.host_training import FIRST_STEPS, NUM_STEPS, capture_size, compare_curves, figures_of
 
 pytestmark = pytest.mark.engine
 
@@ -41,10 +41,11 @@ def record(seconds: float, waited: float, loss: float) -> dict:
 
 
 def test_the_first_steps_do_not_count_for_speed_but_for_the_loss():
-    found = figures_of([record(50.0, 20.0, 9.0)] * 4 + [record(1.0, 0.1, 5.0), record(3.0, 0.3, 4.0)])
+    first = [record(50.0, 20.0, 9.0)] * FIRST_STEPS
+    found = figures_of([*first, record(1.0, 0.1, 5.0), record(2.0, 0.1, 4.0), record(4.0, 0.5, 3.0)])
     assert found["tokens_per_second"] == pytest.approx(50.0)
     assert found["data_wait_share"] == pytest.approx(0.1)
-    assert found["losses"] == [9.0] * 4 + [5.0, 4.0]
+    assert found["losses"] == [9.0] * FIRST_STEPS + [5.0, 4.0, 3.0]
 
 
 def test_loss_curves_are_compared_step_by_step():
