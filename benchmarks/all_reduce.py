@@ -68,7 +68,6 @@ def work(options: argparse.Namespace) -> None:
         bandwidth = bus_bandwidth(size * MIB, seconds, ranks.size)
         found.append({"bytes": size * MIB, "seconds": seconds, "bus_bytes_per_second": bandwidth})
     leave(found, ranks)
-    dist.destroy_process_group()
 
 
 def measure(count: int, device: str, sizes: Sequence[int] = ()) -> list[dict[str, Any]]:
