@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -12,6 +13,9 @@ from typing import Generic, TypeVar
 Item = TypeVar("Item")
 READ_AHEAD_PACKS = 2
 LEAVING_SECONDS = 10.0
+SWITCH_SECONDS = 2e-4
+"""Python hands its lock from thread to thread after so long, else after 5 ms: the reading thread would hold up
+whoever starts kernels on a GPU."""
 
 
 class ReadAhead(Generic[Item]):
@@ -29,9 +33,11 @@ class ReadAhead(Generic[Item]):
         self._queue: queue.Queue[Item | BaseException | None] = queue.Queue(READ_AHEAD_PACKS)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work, name="pack-reader", daemon=True)
+        self._switch_seconds = sys.getswitchinterval()
         self.waited_seconds = 0.0
 
     def __enter__(self) -> Iterator[Item]:
+        sys.setswitchinterval(SWITCH_SECONDS)
         self._thread.start()
         return self._taken()
 
@@ -39,6 +45,7 @@ class ReadAhead(Generic[Item]):
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stop.set()
+        sys.setswitchinterval(self._switch_seconds)
         self._thread.join(LEAVING_SECONDS)  # it may be waiting for a store that cannot be reached
 
     def _taken(self) -> Iterator[Item]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from eagle3_core.errors import TrainingError
 from eagle3_core.store.local import LocalStore
 from eagle3_core.store.samples import SampleSource, open_samples
 from eagle3_core.target.info import TargetInfo
-from eagle3_core.training.ahead import ReadAhead
+from eagle3_core.training.ahead import SWITCH_SECONDS, ReadAhead
 from eagle3_core.training.loader import (
     PackReader,
     build_pack,
@@ -121,5 +122,8 @@ def test_reading_ahead_gives_the_planned_packs_and_passes_errors_on(
     assert keys == [tuple(reader.samples[index].key for index in members) for members in plan]
     with pytest.raises(IndexError), ReadAhead(reader.packs([[10_000]])) as packs:
         next(packs)
+    before = sys.getswitchinterval()
     with ReadAhead(reader.packs(plan)) as packs:  # a consumer that leaves early leaves no thread behind
         next(packs)
+        assert sys.getswitchinterval() == pytest.approx(SWITCH_SECONDS)
+    assert sys.getswitchinterval() == before
