@@ -14,8 +14,8 @@ Item = TypeVar("Item")
 READ_AHEAD_PACKS = 2
 LEAVING_SECONDS = 10.0
 SWITCH_SECONDS = 2e-4
-"""Python hands its lock from thread to thread after so long, else after 5 ms: the reading thread would hold up
-whoever starts kernels on a GPU."""
+"""Python hands its lock from thread to thread after so long, else after 5 ms: the reading thread would hold
+up whoever starts kernels on a GPU."""
 
 
 class ReadAhead(Generic[Item]):
