@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.rank_processes import is_rank, join_ranks, leave, run_ranks
+from benchmarks.rank_processes import is_rank, join_ranks, leave, run_ranks, settle
 
 MIB = 1 << 20
 SIZES = {"cpu": (1, 4), "cuda": (1, 16, 64, 256, 1024)}
@@ -42,11 +42,6 @@ def work(options: argparse.Namespace) -> None:
 
     ranks = join_ranks(options.device)
 
-    def settle() -> None:
-        if options.device == "cuda":
-            torch.cuda.synchronize()
-        ranks.wait()
-
     found: list[dict[str, Any]] = []
     for size in options.sizes or SIZES[options.device]:
         tensor = torch.full((size * MIB // 4,), float(ranks.rank + 1), device=options.device)
@@ -57,11 +52,11 @@ def work(options: argparse.Namespace) -> None:
         tensor.zero_()
         spent = []
         for number in range(options.warm_up + options.rounds):
-            settle()
+            settle(ranks)
             started = time.perf_counter()
             for _ in range(SUMS):
                 dist.all_reduce(tensor)
-            settle()
+            settle(ranks)
             if number >= options.warm_up:
                 spent.append((time.perf_counter() - started) / SUMS)
         seconds = statistics.median(spent)

@@ -62,6 +62,15 @@ def join_ranks(device: str) -> Ranks:
     return join(torch.device("cuda", torch.cuda.current_device()))
 
 
+def settle(ranks: Ranks) -> None:
+    """Wait until this rank's device has done its work, and until all ranks are here."""
+    import torch
+
+    if ranks.device.type == "cuda":
+        torch.cuda.synchronize()
+    ranks.total([0.0])
+
+
 def leave(result: Any, ranks: Ranks) -> None:
     """Leave what was measured, on the first rank, and part from the others; the last that a rank does."""
     import torch.distributed as dist

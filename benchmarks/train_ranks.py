@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.rank_processes import is_rank, join_ranks, leave, run_ranks
+from benchmarks.rank_processes import is_rank, join_ranks, leave, run_ranks, settle
 from benchmarks.train_sides import SHAPES, Step, make_draft, make_samples, ours
 from benchmarks.train_step import GIB
 from eagle3_core.training.ranks import Ranks
@@ -97,16 +97,11 @@ class Runner:
 
     def seconds(self, act: Callable[[], object]) -> float:
         """How long all ranks take for it together."""
-        self._settle()
+        settle(self.ranks)
         started = time.perf_counter()
         act()
-        self._settle()
+        settle(self.ranks)
         return time.perf_counter() - started
-
-    def _settle(self) -> None:
-        if self.device == "cuda":
-            torch.cuda.synchronize()
-        self.ranks.wait()
 
 
 def measure(options: argparse.Namespace, ranks: Ranks, num_packs: int) -> dict[str, Any]:
@@ -151,9 +146,9 @@ def measure(options: argparse.Namespace, ranks: Ranks, num_packs: int) -> dict[s
 def work(options: argparse.Namespace) -> None:
     """Be one rank; the first one leaves what was measured, the others wait while it works alone."""
     ranks = join_ranks(options.device)
-    found = []
+    alone, found = Ranks(device=ranks.device), []
     for num_packs in options.packs or [ranks.size]:
-        for taking_part in [Ranks(), ranks][: ranks.size]:
+        for taking_part in [alone, ranks][: ranks.size]:
             if ranks.is_first or taking_part is ranks:
                 found.append(measure(options, taking_part, num_packs))
             gc.collect()

@@ -1,14 +1,17 @@
 """The ranks that share a training: sums over all of them, and what the first one decides.
 
-A rank is a process with one GPU, or with a share of the processors. Numbers that steer training travel over
-gloo between host memories; gradients and weights travel where they are. All ranks make the same calls in
-the same order.
+A rank is a process with one GPU, or with a share of the processors. Gradients and weights travel where they
+are, and on a GPU so do the few numbers that steer every step, on a stream of their own: between host memories
+(gloo) they would keep it waiting for milliseconds. Objects, and waits that may be long, use host memories.
+All ranks make the same calls in the same order.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -18,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 Value = TypeVar("Value")
+CPU = torch.device("cpu")
 TIMEOUT_HOURS = 24.0
 """A rank waits so long for another, which may be waiting for room on a disk; one that has died is noticed at
 once by whoever started it."""
@@ -30,10 +34,12 @@ class Ranks:
     Attributes:
         rank: this one, from 0.
         size: how many there are.
+        device: the GPU of this rank; the CPU if it has none.
     """
 
     rank: int = 0
     size: int = 1
+    device: torch.device = CPU
 
     @property
     def is_first(self) -> bool:
@@ -44,9 +50,10 @@ class Ranks:
         """Sums over all ranks, each the same everywhere."""
         if self.size == 1:
             return list(values)
-        tensor = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(tensor)
-        return tensor.tolist()
+        with _beside(self.device):
+            tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+            dist.all_reduce(tensor)
+            return tensor.tolist()
 
     def agree(self, value: Value) -> Value:
         """The first rank's value."""
@@ -60,9 +67,10 @@ class Ranks:
         """The first rank's answer; the others wait for it."""
         if self.size == 1:
             return value
-        answer = torch.tensor([value], dtype=torch.uint8)
-        dist.broadcast(answer, src=0)
-        return bool(answer.item())
+        with _beside(self.device):
+            answer = torch.tensor([value], dtype=torch.uint8, device=self.device)
+            dist.broadcast(answer, src=0)
+            return bool(answer.item())
 
     def all(self, value: Value) -> list[Value]:
         """Every rank's value, in order of ranks."""
@@ -73,8 +81,9 @@ class Ranks:
         return values
 
     def wait(self) -> None:
-        """Wait until all ranks are here."""
-        self.total([0.0])
+        """Wait until all ranks are here, however long that is."""
+        if self.size > 1:
+            dist.all_reduce(torch.zeros(1))
 
     def in_turn(self, act: Callable[[], Value]) -> Value:
         """What `act` returns: the first rank goes ahead, so that the others find done what is done once."""
@@ -101,9 +110,26 @@ def join(device: torch.device) -> Ranks:
     if "WORLD_SIZE" not in os.environ:
         return Ranks()
     on_gpu = device.type == "cuda"
+    if on_gpu:
+        device = torch.device("cuda", torch.cuda.current_device())
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
         timeout=timedelta(hours=TIMEOUT_HOURS),
-        device_id=torch.device("cuda", torch.cuda.current_device()) if on_gpu else None,
+        device_id=device if on_gpu else None,
     )
-    return Ranks(dist.get_rank(), dist.get_world_size())
+    return Ranks(dist.get_rank(), dist.get_world_size(), device)
+
+
+@contextlib.contextmanager
+def _beside(device: torch.device) -> Iterator[None]:
+    """On a GPU a stream of its own: what is sent in it does not wait for what is computed."""
+    if device.type == "cpu":
+        yield
+        return
+    with torch.cuda.stream(_stream(device)):
+        yield
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=-1)

@@ -37,9 +37,14 @@ def trained(root: Path, target: TargetInfo, num_ranks: int, mode: str) -> tuple[
     return spec, train.run(spec, Quiet())  # type: ignore[arg-type]
 
 
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory, target: TargetInfo) -> tuple[StepSpec, TrainResult]:
+    return trained(tmp_path_factory.mktemp("alone"), target, 1, "auto")
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
 @pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
-def test_two_gpus_agree_with_one(mode: str, tmp_path: Path, target: TargetInfo) -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("fewer than two GPUs")
-    alone = trained(tmp_path / "one", target, 1, "auto")
-    expect_agreement(trained(tmp_path / "two", target, 2, mode), alone, tolerance=1e-3)
+def test_two_gpus_agree_with_one(
+    mode: str, tmp_path: Path, target: TargetInfo, alone: tuple[StepSpec, TrainResult]
+) -> None:
+    expect_agreement(trained(tmp_path, target, 2, mode), alone, tolerance=1e-3)

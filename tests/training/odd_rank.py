@@ -20,13 +20,13 @@ ODD, STEP, DEED = os.environ["ODD_RANK"].split()
 usual = Trainer._step
 
 
-def odd(self: Trainer, *args: Any) -> None:
+def odd(self: Trainer, *args: Any) -> float:
     pointer = self.resume._folder / "resume.json"
     while self.position.step and not pointer.is_file():
         time.sleep(0.01)
     if os.environ["RANK"] == ODD and self.position.step + 1 == int(STEP):
         act()
-    usual(self, *args)
+    return usual(self, *args)
 
 
 def act(*_: Any) -> Any:
