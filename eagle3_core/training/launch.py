@@ -55,11 +55,12 @@ def count_ranks(config: RunConfig) -> int:
 
 
 def rank_variables(config: RunConfig, count: int) -> list[dict[str, str]]:
-    """Environment variables of each rank: its GPU, or its share of the processors."""
+    """Environment variables of each rank: its share of the processors, and its GPU."""
+    threads = max(1, len(os.sched_getaffinity(0)) // count)
+    share = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
     if config.engine.device == "cpu":
-        threads = max(1, len(os.sched_getaffinity(0)) // count)
-        return [{"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}] * count
-    return [{"CUDA_VISIBLE_DEVICES": device} for device in visible_gpus()[:count]]
+        return [share] * count
+    return [share | {"CUDA_VISIBLE_DEVICES": device} for device in visible_gpus()[:count]]
 
 
 def run_ranks(spec: StepSpec, progress: Progress, count: int) -> TrainResult:

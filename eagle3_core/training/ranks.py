@@ -1,9 +1,9 @@
 """The ranks that share a training: sums over all of them, and what the first one decides.
 
 A rank is a process with one GPU, or with a share of the processors. Gradients and weights travel where they
-are, and on a GPU so do the few numbers that steer every step, on a stream of their own: between host memories
-(gloo) they would keep it waiting for milliseconds. Objects, and waits that may be long, use host memories.
-All ranks make the same calls in the same order.
+are, and on a GPU so do the few numbers that steer every step, on a stream of their own: it stands still until
+they are there. Objects, and waits that may be long, use host memories (gloo). All ranks make the same calls
+in the same order.
 """
 
 from __future__ import annotations

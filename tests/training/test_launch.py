@@ -82,6 +82,8 @@ def test_more_ranks_than_packs_or_gpus_are_refused_with_both(monkeypatch: pytest
 
 def test_every_gpu_that_can_have_a_pack_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3,5")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)))
 
     def count(**settings: int) -> int:
         return launch.count_ranks(make_config(engine={"device": "cuda"}, train=settings))
@@ -89,7 +91,8 @@ def test_every_gpu_that_can_have_a_pack_trains(monkeypatch: pytest.MonkeyPatch) 
     assert [count(packs_per_step=packs) for packs in (1, 2, 8)] == [1, 2, 3]
     assert count(packs_per_step=8, num_ranks=2) == 2
     variables = launch.rank_variables(make_config(engine={"device": "cuda"}), 2)
-    assert variables == [{"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "3"}]
+    share = {"OMP_NUM_THREADS": "8"}
+    assert variables == [share | {"CUDA_VISIBLE_DEVICES": "0"}, share | {"CUDA_VISIBLE_DEVICES": "3"}]
     assert launch.count_ranks(make_config(train={"packs_per_step": 8})) == 1
 
 
