@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from eagle3_core.capture import extract, verify
 from eagle3_core.capture.checks import spread
-from eagle3_core.capture.job import capture_layout
 from eagle3_core.capture.reference import ReferenceModel
 from eagle3_core.config import RunConfig
 from eagle3_core.contracts import StepSpec
@@ -26,15 +21,11 @@ from eagle3_core.data.vocabulary import save_vocabulary
 from eagle3_core.errors import StoreError, VerificationError
 from eagle3_core.identity import plan_checkpoint, plan_labels, plan_vocabulary
 from eagle3_core.step import Progress
-from eagle3_core.store.condemned import condemned
-from eagle3_core.store.dataset import Sample
-from eagle3_core.store.files import file_entry
-from eagle3_core.store.layout import ShardIndex
 from eagle3_core.store.local import LocalStore
-from eagle3_core.store.shard_writer import write_shard
 from eagle3_core.store.shards import CapturedSample, ShardReader
 from eagle3_core.target.info import inspect_target
 from eagle3_core.training import train
+from tests.capture.damage import NUM_SAMPLES, change_shard, greedy_samples, in_copied_store, put
 from tests.capture.runs import capture_folder, capture_spec, make_samples, verify_spec
 from tests.tiny import make_tiny_target
 from tests.training.examples import make_vocabulary
@@ -42,65 +33,6 @@ from tests.training.examples import make_vocabulary
 pytestmark = pytest.mark.engine
 
 PROGRESS = Progress("verify")
-NUM_SAMPLES = 10
-
-
-def greedy_samples(target: Path, num_tokens: int = 8) -> list[Sample]:
-    """Prompts of random ids with the target's own greedy answers."""
-    model = ReferenceModel(inspect_target(target), "float32")
-    samples = []
-    for sample in make_samples([12 + i for i in range(NUM_SAMPLES)]):
-        ids = sample.input_ids.tolist()
-        for _ in range(num_tokens):
-            ids.append(int(model.forward(torch.tensor(ids), ())[1][-1].argmax()))
-        mask = np.array([0] * len(sample) + [1] * num_tokens, np.uint8)
-        samples.append(
-            replace(sample, input_ids=np.array(ids, np.int32), loss_mask=mask, prompt_length=len(sample))
-        )
-    return samples
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> StepSpec:
-    """A capture of ten greedy samples, one a shard."""
-    root = tmp_path_factory.mktemp("made")
-    target = make_tiny_target(root / "target")
-    capture = {"engine": "reference", "shard_bytes": 4096, "final_state": "loss_rows"}
-    spec = capture_spec(root, target, greedy_samples(target), capture=capture)
-    extract.run(spec, Progress("extract"))
-    return spec
-
-
-@pytest.fixture
-def spec(made: StepSpec, tmp_path: Path) -> StepSpec:
-    """A copy that a test may damage."""
-    return in_copied_store(made, tmp_path)
-
-
-def in_copied_store(made: StepSpec, folder: Path, **verify_fields: Any) -> StepSpec:
-    shutil.copytree(made.config.store_path, folder / "store", dirs_exist_ok=True)
-    limits = made.config.verify.model_copy(update=verify_fields)
-    config = made.config.model_copy(update={"store": str(folder / "store"), "verify": limits})
-    return made.model_copy(update={"config": config})
-
-
-def change_shard(spec: StepSpec, index: int, change: Callable[[CapturedSample], CapturedSample]) -> None:
-    """Replace one shard, and its manifest entry with it, so that every hash is right."""
-    layout = capture_layout(spec.config, inspect_target(Path(spec.target_path)))
-    with LocalStore(spec.config.store_path).writer(spec.outputs["capture"]) as writer:
-        path = writer.folder / f"shard-{index:05d}.safetensors"
-        samples = [change(sample) for sample in ShardReader(path)]
-        writer.record(write_shard(path, samples, layout))
-        writer.complete()
-
-
-def put(name: str, row: int, value: float) -> Callable[[CapturedSample], CapturedSample]:
-    def change(sample: CapturedSample) -> CapturedSample:
-        states = getattr(sample, name).clone()
-        states[row].view(-1)[0] = value
-        return replace(sample, **{name: states})
-
-    return change
 
 
 def test_a_right_capture_passes_with_full_agreement_and_its_result_is_stored(spec: StepSpec) -> None:
@@ -261,145 +193,6 @@ def test_chosen_samples_are_spread_evenly() -> None:
     assert spread(10, 3) == [0, 3, 6]
     assert spread(2, 8) == [0, 1]
     assert spread(0, 8) == []
-
-
-def condemned_files(spec: StepSpec) -> list[str]:
-    store = LocalStore(spec.config.store_path)
-    return list(condemned(store, store.read(spec.outputs["capture"].ref)))
-
-
-def times_of_shards(spec: StepSpec) -> dict[str, int]:
-    return {path.name: path.stat().st_mtime_ns for path in capture_folder(spec).glob("*.safetensors")}
-
-
-def row_less(sample: CapturedSample) -> CapturedSample:
-    rows = len(sample.final_rows) - 1
-    return CapturedSample(
-        sample.key, sample.input_ids[:-1], sample.loss_mask[:-1], sample.aux_states[:-1],
-        sample.final_states[:rows], sample.final_rows[:rows],
-    )  # fmt: skip
-
-
-def other_mask(sample: CapturedSample) -> CapturedSample:
-    """One more token carries loss, and its final state is there."""
-    mask = sample.loss_mask.clone()
-    first = int(sample.final_rows[0]) - 1
-    mask[first] = 1
-    rows = torch.cat([torch.tensor([first]), sample.final_rows])
-    states = torch.cat([sample.final_states[:1], sample.final_states])
-    return replace(sample, loss_mask=mask, final_rows=rows, final_states=states)
-
-
-def other_id(sample: CapturedSample) -> CapturedSample:
-    ids = sample.input_ids.clone()
-    ids[5] += 1
-    return replace(sample, input_ids=ids)
-
-
-def test_shards_with_other_contents_are_condemned_and_made_anew_by_the_next_extract(
-    made: StepSpec, tmp_path: Path
-) -> None:
-    """Right by their hashes: states of a row less, one other id, a mask entry more."""
-    spec = in_copied_store(made, tmp_path)
-    before = times_of_shards(spec)
-    changes = {1: row_less, 4: other_id, 7: other_mask}
-    for index, change in changes.items():
-        change_shard(spec, index, change)
-    store, ref = LocalStore(spec.config.store_path), spec.outputs["capture"].ref
-    assert store.is_intact(ref)
-    with pytest.raises(VerificationError, match="3 shards are not what the plan says") as error:
-        verify.run(verify_spec(spec), PROGRESS)
-    names = [f"shard-{index:05d}.safetensors" for index in changes]
-    assert [one["shard"] for one in error.value.details["condemned"]] == names
-    assert all(f"{name}: sample-00" in str(error.value) for name in names)
-    assert list(store.problems(store.read(ref))) == names
-    assert extract.run(spec, Progress("extract")).num_new_shards == 3
-    after = times_of_shards(spec)
-    assert {name for name in after if after[name] != before[name]} == set(names)
-    assert store.is_intact(ref)
-    assert verify.run(verify_spec(spec), PROGRESS).agreement == 1.0
-
-
-def change_tensors(spec: StepSpec, index: int, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
-    """Replace tensors of one shard as they are, counts that contradict each other included."""
-    with LocalStore(spec.config.store_path).writer(spec.outputs["capture"]) as writer:
-        path = writer.folder / f"shard-{index:05d}.safetensors"
-        with safe_open(str(path), framework="pt") as file:
-            metadata = file.metadata()
-        tensors = load_file(path)
-        change(tensors)
-        save_file(tensors, path, metadata=metadata)
-        writer.record(file_entry(writer.folder, path, **writer.files[path.name].facts))
-        writer.complete()
-
-
-def test_counts_that_contradict_each_other_behind_a_right_hash_condemn_their_shards(spec: StepSpec) -> None:
-    """N - 1 rows of states to N tokens, and a loss mask of N + 1."""
-
-    def rows_less(tensors: dict[str, torch.Tensor]) -> None:
-        tensors["aux_states"] = tensors["aux_states"][:-1].contiguous()
-
-    def longer_mask(tensors: dict[str, torch.Tensor]) -> None:
-        tensors["loss_mask"] = torch.cat([tensors["loss_mask"], tensors["loss_mask"][-1:]])
-
-    change_tensors(spec, 2, rows_less)
-    change_tensors(spec, 5, longer_mask)
-    assert LocalStore(spec.config.store_path).is_intact(spec.outputs["capture"].ref)
-    with pytest.raises(VerificationError, match="2 shards are not what the plan says") as error:
-        verify.run(verify_spec(spec), PROGRESS)
-    names = ["shard-00002.safetensors", "shard-00005.safetensors"]
-    assert [one["shard"] for one in error.value.details["condemned"]] == names
-    assert all("contradict" in one["reason"] for one in error.value.details["condemned"])
-    assert condemned_files(spec) == names
-
-
-def test_shards_with_more_bad_samples_than_allowed_are_made_anew(made: StepSpec, tmp_path: Path) -> None:
-    spec = in_copied_store(made, tmp_path)
-    change_shard(spec, 3, put("aux_states", 7, float("nan")))
-    with pytest.raises(VerificationError, match="bad samples") as error:
-        verify.run(verify_spec(spec), PROGRESS)
-    (bad,) = error.value.details["bad_samples"]
-    assert (bad["key"], bad["nonfinite"]) == (
-        "sample-003",
-        [{"capture_id": 2, "num_nan": 1, "num_inf": 0}],
-    )
-    assert condemned_files(spec) == ["shard-00003.safetensors"]
-
-
-def test_a_sample_that_does_not_match_its_own_hash_condemns_its_shard(spec: StepSpec) -> None:
-    """The file's hash is right, as of a fault of memory between hashing a sample and writing it."""
-    store = LocalStore(spec.config.store_path)
-    with store.writer(spec.outputs["capture"]) as writer:
-        path = writer.folder / "shard-00002.safetensors"
-        data = bytearray(path.read_bytes())
-        data[ShardIndex.of_file(path).ranges(0).aux_states.start] ^= 1
-        path.write_bytes(data)
-        writer.record(file_entry(writer.folder, path, **writer.files[path.name].facts))
-        writer.complete()
-    with pytest.raises(VerificationError, match=r"shard-00002.*sample-002 does not match its hash"):
-        verify.run(verify_spec(spec), PROGRESS)
-    assert condemned_files(spec) == ["shard-00002.safetensors"]
-
-
-def test_deep_finds_a_wrong_layer_in_any_shard_and_has_that_one_made_anew(
-    made: StepSpec, tmp_path: Path
-) -> None:
-    shallow = in_copied_store(made, tmp_path, reference_samples=1)
-    change_shard(shallow, 7, lambda sample: replace(sample, aux_states=sample.aux_states.flip(1)))
-    assert verify.run(verify_spec(shallow), PROGRESS).agreement == 1.0
-    deep = in_copied_store(shallow, tmp_path / "deep", reference_samples=1, deep=True)
-    with pytest.raises(VerificationError, match=r"in the sample sample-007.*makes these shards anew"):
-        verify.run(verify_spec(deep), PROGRESS)
-    assert condemned_files(deep) == ["shard-00007.safetensors"]
-
-
-def test_shards_that_are_all_wrong_in_the_same_way_are_not_made_again(spec: StepSpec) -> None:
-    for index in range(NUM_SAMPLES):
-        change_shard(spec, index, lambda sample: replace(sample, aux_states=sample.aux_states.flip(1)))
-    with pytest.raises(VerificationError, match="use another engine version") as error:
-        verify.run(verify_spec(spec), PROGRESS)
-    assert error.value.details["condemned"] == []
-    assert LocalStore(spec.config.store_path).is_intact(spec.outputs["capture"].ref)
 
 
 def train_spec(verified: StepSpec) -> StepSpec:
