@@ -25,7 +25,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -82,20 +82,21 @@ class HostRun:
         self._waiting = [part for part in PARTS if part.name in options.parts]
         self._outcomes: dict[str, PartOutcome] = {}
         self._early: dict[str, PartSpec] = {}
-        self._stopped = threading.Event()
+        self._stopped, self._is_in_the_way = threading.Event(), threading.Event()
+        self._lock = threading.Lock()
 
     def run(self) -> list[PartOutcome]:
         """Run them all; those that begin early meanwhile, to be over last."""
-        forget(self._folder / "any")
+        forget(self._folder)
         early = [part for part in self._waiting if part.begins_early]
         with ThreadPoolExecutor(max(1, len(early))) as pool:
             try:
                 begun = [pool.submit(self._run_early, part, self._spec(part, self._left())) for part in early]
                 if not early:
-                    give("early-stages-over", self._folder / "any")
+                    give("early-stages-over", self._folder)
                 for part in [each for each in self._waiting if not each.begins_early]:
                     self._run_in_turn(part)
-                give("other-parts-over", self._folder / "any")
+                give("other-parts-over", self._folder)
                 for each in begun:
                     each.result()
             except BaseException:
@@ -123,25 +124,30 @@ class HostRun:
         return self._deadline - time.monotonic()
 
     def _run_in_turn(self, part: Part) -> None:
-        if part.is_alone:
-            wait_for("early-stages-over", self._folder / part.name, QUIET_SECONDS)
+        if part.is_alone and not wait_for("early-stages-over", self._folder, QUIET_SECONDS):
+            self._is_in_the_way.set()
+            wait_for("early-stages-over", self._folder, END_SECONDS)
         limit = limit_of(part.name, self._waiting, self._left())
-        self._run(part, self._spec(part, limit))
+        self._run(part, self._spec(part, limit), self._check)
         self._waiting.remove(part)
 
     def _run_early(self, part: Part, spec: PartSpec) -> None:
         self._early[part.name] = spec
         try:
-            self._run(part, spec)
+            self._run(part, spec, self._check_early)
         finally:
-            give("early-stages-over", self._folder / part.name)
+            give("early-stages-over", self._folder)
 
-    def _run(self, part: Part, spec: PartSpec) -> None:
+    def _run(self, part: Part, spec: PartSpec, check: Callable[[], None]) -> None:
         print(f"{part.name}: at most {spec.seconds:.0f} s", flush=True)
-        outcome = run_part(part, spec, lambda line: print(f"  {part.name}: {line}", flush=True), self._check)
-        self._outcomes[part.name] = outcome
+        outcome = run_part(part, spec, lambda line: print(f"  {part.name}: {line}", flush=True), check)
         print(f"{part.name}: {outcome_line(outcome)}", flush=True)
         remove_large(Path(spec.folder))
+        with self._lock:
+            self._outcomes[part.name] = outcome
+            self._write()
+
+    def _write(self) -> None:
         if self._options.json:
             document = document_of(self._options, self.outcomes(), time.monotonic() - self._started)
             write_atomic(self._options.json, json.dumps(document, indent=1))
@@ -149,6 +155,11 @@ class HostRun:
     def _check(self) -> None:
         if self._stopped.is_set():
             raise InterruptedError("the benchmark is being ended")
+
+    def _check_early(self) -> None:
+        self._check()
+        if self._is_in_the_way.is_set():
+            raise TimeoutError("its early stages were not over when a part had to be alone")
 
     def _spec(self, part: Part, seconds: float) -> PartSpec:
         options = self._options

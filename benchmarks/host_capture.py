@@ -163,7 +163,7 @@ def measure_wave(
             found[group.part][group.name] = loaded.get(engines, {"failed": failed.get(group.title)})
         spec.save(found)
         tell(f"{len(loaded)} of {len(wave)} groups of engines are ready")
-        found["is_quiet"] = wait_for("early-stages-over", Path(spec.folder), QUIET_SECONDS)
+        found["is_quiet"] = wait_for("early-stages-over", spec.common_folder, QUIET_SECONDS)
         for engines, facts in loaded.items():
             try:
                 engines.measure(_keeper(spec, found, facts, engines.group.title))

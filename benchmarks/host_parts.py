@@ -91,6 +91,11 @@ class PartSpec(BaseModel):
         """The file of what was measured."""
         return Path(self.folder) / "figures.json"
 
+    @property
+    def common_folder(self) -> Path:
+        """In which the folders of all parts lie."""
+        return Path(self.folder).parent
+
     def save(self, figures: Mapping[str, Any]) -> None:
         """Leave what is known so far."""
         write_atomic(self.figures_path, json.dumps(figures, indent=1))
@@ -142,12 +147,14 @@ def run_part(
         part: to run.
         spec: for it; its folder is made here.
         show: called with the lines that it marks.
-        check: called again and again; what it raises ends the part and comes out here.
+        check: called again and again; `TimeoutError` ends the part as its limit does, and what else it
+            raises comes out here.
     """
     folder = Path(spec.folder)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "spec.json"
     path.write_text(spec.model_dump_json(indent=1))
+    spec.figures_path.unlink(missing_ok=True)
     token, started = uuid.uuid4().hex, time.monotonic()
     process = subprocess.Popen(
         [sys.executable, "-m", part.module, str(path)],
@@ -187,7 +194,7 @@ def part_environment(spec: PartSpec) -> dict[str, str]:
     variables["PYTHONUNBUFFERED"] = "1"
     variables["CUDA_VISIBLE_DEVICES"] = ",".join(spec.devices)
     variables.pop("PYTHONDONTWRITEBYTECODE", None)
-    return variables | bytecode_variables(Path(spec.folder).parent)
+    return variables | bytecode_variables(spec.common_folder)
 
 
 def bytecode_variables(folder: Path) -> dict[str, str]:

@@ -69,7 +69,7 @@ def measure(spec: PartSpec) -> None:
         outcome = run_stage(stage, config, run.run_id, Callbacks(on_line=print))
         log = run.log_path(stage)
         loads = engine_loads(log.read_text()) if log.is_file() else []
-        found["stages"][stage] = stage_figures(outcome) | {"engine_loads": loads}
+        found["stages"][stage] = stage_figures(outcome) | ({"engine_loads": loads} if loads else {})
         spec.save(found)
         tell(f"{stage}: {outcome.seconds:.1f} s, {outcome.message}")
     run.finish("completed")
@@ -78,8 +78,8 @@ def measure(spec: PartSpec) -> None:
 def wait_for_others(spec: PartSpec) -> float:
     """Leave the GPUs to the other parts until they are over; returns seconds."""
     started = time.monotonic()
-    give("early-stages-over", Path(spec.folder))
-    wait_for("other-parts-over", Path(spec.folder), math.inf)
+    give("early-stages-over", spec.common_folder)
+    wait_for("other-parts-over", spec.common_folder, math.inf)
     return time.monotonic() - started
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 Signal = Literal["early-stages-over", "other-parts-over"]
 """`early-stages-over`: the part that began early leaves the GPUs alone. `other-parts-over`: it may go on."""
@@ -13,33 +13,28 @@ QUIET_SECONDS = 60.0
 """How long others wait for `early-stages-over` before they measure all the same, and say so."""
 
 
-def give(signal: Signal, part_folder: Path) -> None:
+def give(signal: Signal, folder: Path) -> None:
     """Tell all parts.
 
     Args:
         signal: see `Signal`.
-        part_folder: of any part; parts' folders lie beside each other.
+        folder: in which the parts' folders lie.
     """
-    path = _path(signal, part_folder)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.touch()
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / signal).touch()
 
 
-def wait_for(signal: Signal, part_folder: Path, seconds: float) -> bool:
+def wait_for(signal: Signal, folder: Path, seconds: float) -> bool:
     """Wait until it is given; False if it is not within so many seconds."""
     deadline = time.monotonic() + seconds
-    while not _path(signal, part_folder).exists():
+    while not (folder / signal).exists():
         if time.monotonic() > deadline:
             return False
         time.sleep(POLL_SECONDS)
     return True
 
 
-def forget(part_folder: Path) -> None:
+def forget(folder: Path) -> None:
     """Remove what an earlier benchmark in the same folder has told."""
-    for signal in ("early-stages-over", "other-parts-over"):
-        (part_folder.parent / signal).unlink(missing_ok=True)
-
-
-def _path(signal: Signal, part_folder: Path) -> Path:
-    return part_folder.parent / signal
+    for signal in get_args(Signal):
+        (folder / signal).unlink(missing_ok=True)

@@ -6,13 +6,12 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from benchmarks.host_parts import PartSpec, serve, tell
 from benchmarks.host_signals import give, wait_for
 
-EARLY_SECONDS = 3.0
+EARLY_SECONDS = 1.5
 
 
 def measure(spec: PartSpec) -> None:
@@ -29,8 +28,8 @@ def measure(spec: PartSpec) -> None:
     if spec.name == "early":
         time.sleep(EARLY_SECONDS)
         found["early_stages_ended"] = time.monotonic()
-        give("early-stages-over", Path(spec.folder))
-        wait_for("other-parts-over", Path(spec.folder), 60.0)
+        give("early-stages-over", spec.common_folder)
+        wait_for("other-parts-over", spec.common_folder, 60.0)
         found["went_on"] = time.monotonic()
     while spec.name == "late":
         time.sleep(1)

@@ -129,6 +129,18 @@ def test_a_part_that_fails_in_its_early_stages_does_not_hold_others_up(
     assert document["seconds"] < host.QUIET_SECONDS / 2
 
 
+def test_early_stages_that_do_not_end_give_way_to_a_part_that_is_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(host, "QUIET_SECONDS", 1.0)
+    parts = (odd("alone", is_alone=True), odd("late", begins_early=True))
+    status, document = host_run(monkeypatch, tmp_path, parts)
+    assert status == 1
+    alone, late = document["parts"]
+    assert (alone["state"], late["state"]) == ("done", "late")
+    assert has_ended(late["figures"]["child"])
+
+
 def test_large_files_of_a_part_go_and_its_logs_stay(tmp_path: Path):
     (tmp_path / "engine").mkdir()
     (tmp_path / "engine" / "plain.log").write_text("loaded")

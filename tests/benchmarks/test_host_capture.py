@@ -48,7 +48,7 @@ def test_engines_that_fail_or_hang_do_not_keep_others_from_being_measured(
     spec = spec_for(tmp_path / "part", 2, "cuda")
     groups = plan_groups(spec, find_targets(spec, tmp_path), MUCH)
     found: dict[str, Any] = {"seconds": {}, "capture": {}, "mla": {}}
-    give("early-stages-over", Path(spec.folder))
+    give("early-stages-over", spec.common_folder)
     failed = measure_wave(spec, groups, found, start_odd_worker, 3.0)
     assert failed.keys() == {"capture, tensor parallel", "mla, replicas", "mla, tensor parallel"}
     assert "the engine is dead" in failed["capture, tensor parallel"]
