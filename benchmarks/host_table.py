@@ -156,8 +156,11 @@ def _training(part: str, found: dict[str, Any]) -> Iterator[Row]:
             continue
         value, ratio, beside = _scaled(speed, steps[0]["tokens_per_second"], count, "rank")
         yield Row(part, name, f"{value}, {step['ms']:.0f} ms", ratio, beside)
-        share = step["communication_ms"] / step["ms"]
-        yield Row(part, f"{name}, sending", f"{step['communication_ms']:.1f} ms, {share:.1%} of the time")
+        yield Row(part, f"{name}, sending on its own", f"{step['communication_ms']:.1f} ms")
+        if "exposed_ms" in step:
+            exposed = step["exposed_ms"]
+            value = f"{exposed:.1f} ms, {exposed / step['ms']:.1%} of the time"
+            yield Row(part, f"{name}, waiting for sending", value)
     if "curves" in found:
         curves = found["curves"]
         apart, relative = curves["largest_difference"], curves["largest_relative_difference"]
