@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import functools
 import importlib
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-MODULES = {
-    "vllm": ("vllm.entrypoints.llm", "vllm.inputs", "eagle3_core.capture.vllm_engine"),
-    "sglang": ("sglang",),
-}
-"""By engine. Nothing of vLLM's that touches a GPU: processes are forked from one that has imported it."""
+FRONT_ENDS = {"vllm": "LLM", "sglang": "Engine"}
+"""What imports all that a program needs that runs an engine. vLLM's touches no GPU: processes are forked from
+one that has imported it."""
 
 
 @functools.cache
@@ -28,9 +25,8 @@ def import_engine(name: str) -> dict[str, Any]:
         whether compiled modules are kept (else each process compiles them).
     """
     started, used = time.perf_counter(), time.process_time()
-    for module in MODULES[name]:
-        importlib.import_module(module)
-    package = sys.modules[name]
+    package = importlib.import_module(name)
+    getattr(package, FRONT_ENDS[name])
     return {
         "engine": f"{name} {package.__version__}",
         "import_seconds": time.perf_counter() - started,

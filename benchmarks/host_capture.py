@@ -13,9 +13,10 @@ loaded, measured and ended.
 
 from __future__ import annotations
 
+import os
 import time
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from typing import Any
 import psutil
 
 from benchmarks.capture import find_target, parse
+from benchmarks.capture_process import Process, start_process
 from benchmarks.engine_forks import ForkedWorker, begin_import
 from benchmarks.host_engines import Engines, Group, Start, num_rounds, summary
 from benchmarks.host_parts import PartSpec, serve, tell
@@ -49,6 +51,9 @@ FOLDER_SHARE = 0.8
 LOAD_SHARE = 0.62
 """Of the part's time: engines of a wave that take longer are given up, and the others are measured."""
 
+LEAST_SECONDS = 30.0
+"""Engines need so much time at least, or loading them is not tried again."""
+
 
 def measure(spec: PartSpec) -> None:
     """Measure all groups; what one has found is left at once, and none is lost with another.
@@ -70,7 +75,7 @@ def measure(spec: PartSpec) -> None:
     failed: dict[str, str] = {}
     waves = [groups] if spec.device == "cuda" else [[group] for group in groups]
     for wave in waves:
-        failed |= measure_wave(spec, wave, found, ForkedWorker, LOAD_SHARE * spec.seconds)
+        failed |= measure_somehow(spec, wave, found, (ForkedWorker, start_alone), LOAD_SHARE * spec.seconds)
     if failed:
         raise CaptureError("; ".join(f"{title}: {reason}" for title, reason in failed.items()))
 
@@ -136,6 +141,34 @@ def _prompts(spec: PartSpec, group: Group) -> dict[str, Any]:
     }
 
 
+def start_alone(spec: Path, mode: str, variables: Mapping[str, str]) -> Process:
+    """Start a worker that imports vLLM for itself."""
+    return start_process(spec, mode, os.environ | variables)
+
+
+def measure_somehow(
+    spec: PartSpec, wave: Sequence[Group], found: dict[str, Any], starts: Sequence[Start], seconds: float
+) -> dict[str, str]:
+    """As `measure_wave`, by the first way to start processes by which any group can be measured.
+
+    Args:
+        spec, wave, found: see `measure_wave`.
+        starts: ways to start a process; a GPU's driver may not stand forks.
+        seconds: for loading, over all ways.
+    """
+    began, failed = time.perf_counter(), dict[str, str]()
+    for start in starts:
+        left = seconds - (time.perf_counter() - began)
+        if left < LEAST_SECONDS and failed:
+            break
+        failed = measure_wave(spec, wave, found, start, left)
+        if len(failed) < len(wave):
+            break
+        found["failed"] = failed
+        tell("no group of engines could be measured")
+    return failed
+
+
 def measure_wave(
     spec: PartSpec, wave: Sequence[Group], found: dict[str, Any], start: Start, seconds: float
 ) -> dict[str, str]:
@@ -163,6 +196,8 @@ def measure_wave(
             found[group.part][group.name] = loaded.get(engines, {"failed": failed.get(group.title)})
         spec.save(found)
         tell(f"{len(loaded)} of {len(wave)} groups of engines are ready")
+        if not loaded:
+            return failed
         found["is_quiet"] = wait_for("early-stages-over", spec.common_folder, QUIET_SECONDS)
         for engines, facts in loaded.items():
             try:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks import host_capture, host_engines
-from benchmarks.host_capture import find_targets, measure_wave, plan_groups
+from benchmarks.host_capture import find_targets, measure_somehow, measure_wave, plan_groups
 from benchmarks.host_engines import Engines
 from benchmarks.host_parts import PartSpec
 from benchmarks.host_signals import give
@@ -76,6 +76,22 @@ def test_figures_taken_beside_other_work_say_so(tmp_path: Path, monkeypatch: pyt
     found: dict[str, Any] = {"seconds": {}, "capture": {}}
     assert measure_wave(spec, groups, found, start_odd_worker, 6.0) == {}
     assert not found["is_quiet"]
+
+
+def start_that_fails(spec: Path, mode: str, variables: Mapping[str, str]) -> Any:
+    return start_odd_worker(Path("/mla") / spec.relative_to("/"), mode, variables)
+
+
+def test_engines_that_cannot_be_forked_are_started_alone(tmp_path: Path):
+    spec = spec_for(tmp_path / "part", 1)
+    give("early-stages-over", spec.common_folder)
+    groups = plan_groups(spec, find_targets(spec, tmp_path), MUCH)[:1]
+    found: dict[str, Any] = {"seconds": {}, "capture": {}}
+    assert measure_somehow(spec, groups, found, (start_that_fails, start_odd_worker), 60.0) == {}
+    assert "no memory is left on the GPU" in found["failed"]["capture, replicas"]
+    assert found["capture"]["replicas"]["tokens_per_second"]["plain"] == {"1": 100.0}
+    again = measure_somehow(spec, groups, found, (start_that_fails, start_odd_worker), 20.0)
+    assert again.keys() == {"capture, replicas"}
 
 
 def test_rounds_are_as_long_as_the_free_space_allows(tmp_path: Path):
