@@ -139,9 +139,9 @@ class HostRun:
             give("early-stages-over", self._folder)
 
     def _run(self, part: Part, spec: PartSpec, check: Callable[[], None]) -> None:
-        print(f"{part.name}: at most {spec.seconds:.0f} s", flush=True)
-        outcome = run_part(part, spec, lambda line: print(f"  {part.name}: {line}", flush=True), check)
-        print(f"{part.name}: {outcome_line(outcome)}", flush=True)
+        show(f"{part.name}: at most {spec.seconds:.0f} s")
+        outcome = run_part(part, spec, lambda line: show(f"  {part.name}: {line}"), check)
+        show(f"{part.name}: {outcome_line(outcome)}")
         remove_large(Path(spec.folder))
         with self._lock:
             self._outcomes[part.name] = outcome
@@ -173,6 +173,12 @@ class HostRun:
             devices=options.devices,
             seconds=seconds,
         )
+
+
+def show(text: str) -> None:
+    """Print lines at once and undivided: parts may run side by side."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
 
 
 def outcome_line(outcome: PartOutcome) -> str:
