@@ -14,6 +14,7 @@ loaded, measured and ended.
 from __future__ import annotations
 
 import os
+import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
@@ -43,6 +44,7 @@ SIZES = {
 """Target, tokens of a prompt and prompts of an engine in a round, by part of the table and shape."""
 GPU_KV_CACHE_GIB = {"capture": 8.0, "mla": 2.0}
 """Room for many steps of an engine; up to eight engines share a GPU."""
+CPU_KV_CACHE_GIB = 1.0
 GPU_SHARE = 0.1
 """Of a GPU's memory: so much has to be free when an engine starts. Its KV cache has a size of its own."""
 STATES = 4
@@ -64,7 +66,8 @@ def measure(spec: PartSpec) -> None:
     folder = Path(spec.folder)
     found: dict[str, Any] = {"seconds": {}}
     started = time.perf_counter()
-    begin_import(engine_environment(EngineConfig(device=spec.device)) | {"VLLM_LOGGING_LEVEL": "INFO"})
+    engine = EngineConfig(device=spec.device, python=sys.executable, kv_cache_gib=CPU_KV_CACHE_GIB)
+    begin_import(engine_environment(engine) | {"VLLM_LOGGING_LEVEL": "INFO"})
     groups = plan_groups(spec, find_targets(spec, folder), psutil.disk_usage(spec.folder).free)
     for group in groups:
         found.setdefault(group.part, _prompts(spec, group))
@@ -112,7 +115,6 @@ def _options(spec: PartSpec, part: str, target: Path, num_prompts: int, size: in
         "--tensor-parallel": size,
         "--gpu-share": GPU_SHARE,
         "--gpu-kv-cache-gib": GPU_KV_CACHE_GIB[part],
-        "--cpu-kv-cache-gib": 1,
     }
     flags = ["--eager"] if part == "mla" else ["--eager", "--dummy"]
     return parse([str(word) for pair in values.items() for word in pair] + flags)
