@@ -102,7 +102,8 @@ def make_config(options: argparse.Namespace, target: Path, folder: Path) -> RunC
             "tensor_parallel_size": options.tensor_parallel,
             "max_num_seqs": options.num_seqs,
             "max_model_len": options.prompt_tokens + 64,
-            "gpu_memory_utilization": GPU_SHARE,
+            "gpu_memory_utilization": options.gpu_share,
+            "gpu_kv_cache_gib": options.gpu_kv_cache_gib,
         },
         "workspace": str(folder),
     }
@@ -251,6 +252,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch-tokens", type=int, help="of an engine step; 2,048 on the CPU, else 8,192")
     parser.add_argument("--num-seqs", type=int, default=32, help="sequences at once")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs that hold each engine's target")
+    parser.add_argument("--gpu-share", type=float, default=GPU_SHARE, help="of its memory, for each engine")
+    parser.add_argument("--gpu-kv-cache-gib", type=float, help="KV cache of vLLM; by default fills the share")
     parser.add_argument("--attention-backend", help="SGLang's, e.g. triton")
     parser.add_argument("--eager", action="store_true", help="vLLM without compilation and CUDA graphs")
     parser.add_argument("--dummy", action="store_true", help="vLLM makes up the weights of the named shape")

@@ -8,10 +8,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 import psutil
 
@@ -21,6 +21,33 @@ from eagle3_core.errors import CaptureError
 
 MEMORY_SECONDS = 0.1
 LOG_LINES = 15
+CLOSE_SECONDS = 20.0
+
+
+class Process(Protocol):
+    """What a worker needs of its process."""
+
+    stdin: Any
+    stdout: Any
+
+    @property
+    def pid(self) -> int:
+        """The process."""
+
+    def poll(self) -> int | None:
+        """The exit status, None while it runs."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end; raises `TimeoutExpired`."""
+
+
+def start_process(spec: Path, mode: str, environment: Mapping[str, str]) -> Process:
+    """Start `capture_worker` with an interpreter of its own and exactly this environment."""
+    command = [sys.executable, "-m", "benchmarks.capture_worker", str(spec), mode]
+    return subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, cwd=PROJECT_ROOT, env=environment, start_new_session=True,
+    )  # fmt: skip
 
 
 class Worker:
@@ -29,17 +56,21 @@ class Worker:
     Args:
         spec: the file that says what is measured.
         mode: `plain` or `capture`.
-        environment: of the process.
+        environment: of the process, as `start` takes it.
         watch_memory: whether `peak_bytes` is kept up.
+        start: starts the process.
     """
 
-    def __init__(self, spec: Path, mode: str, environment: dict[str, str], watch_memory: bool = True) -> None:
+    def __init__(
+        self,
+        spec: Path,
+        mode: str,
+        environment: dict[str, str],
+        watch_memory: bool = True,
+        start: Callable[[Path, str, Mapping[str, str]], Process] = start_process,
+    ) -> None:
         self._mode, self._log = mode, spec.parent / f"{mode}.log"
-        command = [sys.executable, "-m", "benchmarks.capture_worker", str(spec), mode]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            text=True, cwd=PROJECT_ROOT, env=environment, start_new_session=True,
-        )  # fmt: skip
+        self._process = start(spec, mode, environment)
         self._answers: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self.peak_bytes = 0
         threading.Thread(target=self._read, name=f"{mode}-answers", daemon=True).start()
@@ -52,7 +83,6 @@ class Worker:
         Raises:
             CaptureError: the process ended; with the last lines of its log.
         """
-        assert self._process.stdin is not None
         try:
             self._process.stdin.write(command + "\n")
             self._process.stdin.flush()
@@ -75,13 +105,12 @@ class Worker:
             used += times.user + times.system
         return used
 
-    def close(self) -> None:
-        """End the process and its children."""
-        assert self._process.stdin is not None
+    def close(self, seconds: float = CLOSE_SECONDS) -> None:
+        """End the process and its children; after so many seconds by force."""
         children = _family(self._process.pid)
         try:
             self._process.stdin.close()
-            self._process.wait(20)
+            self._process.wait(seconds)
         except (subprocess.TimeoutExpired, BrokenPipeError):
             pass
         for process in children:
@@ -91,7 +120,6 @@ class Worker:
                 continue
 
     def _read(self) -> None:
-        assert self._process.stdout is not None
         with self._log.open("w", buffering=1) as log:
             _sort_lines(self._process.stdout, log, self._answers)
         self._answers.put(None)
@@ -118,10 +146,10 @@ def ask_all(workers: Sequence[Worker], command: str) -> list[dict[str, Any]]:
         return list(pool.map(lambda worker: worker.ask(command), workers))
 
 
-def close_all(workers: Sequence[Worker]) -> None:
-    """End several processes at once, each with its children."""
+def close_all(workers: Sequence[Worker], seconds: float = CLOSE_SECONDS) -> None:
+    """End several processes at once, each with its children; see `Worker.close`."""
     with ThreadPoolExecutor(len(workers)) as pool:
-        list(pool.map(Worker.close, workers))
+        list(pool.map(lambda worker: worker.close(seconds), workers))
 
 
 def _sort_lines(lines: IO[str], log: IO[str], answers: queue.SimpleQueue[dict[str, Any] | None]) -> None:

@@ -20,10 +20,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from pydantic import BaseModel, ConfigDict
 
+from benchmarks.engine_import import import_engine
 from eagle3_core.artifacts import FileEntry
 from eagle3_core.capture.job import CaptureJob, iter_take
 from eagle3_core.config import RunConfig
@@ -256,13 +257,11 @@ def remove_stored(folder: Path, shards: Sequence[PlannedShard]) -> None:
         (folder / f"{Path(shard.file_name).stem}.entry.json").unlink(missing_ok=True)
 
 
-def main(path: str, mode: str) -> None:
-    """Serve commands until standard input ends."""
-    import importlib
-
+def serve(path: str, mode: str) -> NoReturn:
+    """Serve commands until standard input ends, then end the process."""
     spec = WorkerSpec.model_validate_json(Path(path).read_text())
     name = spec.config.capture.engine
-    module = importlib.import_module(name)
+    imported = import_engine(name)
     engine: Engine | None = None
     for line in sys.stdin:
         command, *arguments = line.split()
@@ -271,7 +270,7 @@ def main(path: str, mode: str) -> None:
             engine = ENGINES[name](spec, mode == "capture")
             seconds = time.perf_counter() - started
             device = device_name(spec.config.engine.device)
-            say("loaded", engine=f"{name} {module.__version__}", device=device, load_seconds=seconds)
+            say("loaded", device=device, load_seconds=seconds, **imported)
             continue
         assert engine is not None, line
         number = int(arguments[0])
@@ -279,10 +278,10 @@ def main(path: str, mode: str) -> None:
         remove_stored(Path(spec.job.folder), spec.shards_of(number))
     if engine is not None:
         engine.close()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # engines leave threads that can hang or abort at exit
+
+
+if __name__ == "__main__":
+    serve(*sys.argv[1:])

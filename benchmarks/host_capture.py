@@ -1,173 +1,274 @@
-"""Parts of the host benchmark: capture beside plain prefill, with an engine on each GPU and one on all.
+"""A part of the host benchmark: capture beside plain prefill, with an engine on each GPU and one on all.
 
-Of both modes an engine is loaded on every GPU. After a round to warm up, in which all work, rounds of one
-engine and of all of them take turns, plain and capturing; a round of all has an equal number of prompts for
-each engine and ends when the slowest has stored its last shard. Then one engine of each mode holds the target
-on all GPUs together (tensor parallel).
+Two targets: an 8B shape with made-up weights, and a miniature of DeepSeek-V3 (latent attention, experts). Of
+each, an engine captures on every GPU (replicas) and one on all together (tensor parallel); one engine of each
+way does plain prefill. A round of all replicas has an equal number of prompts for each and ends when the
+slowest has stored its last shard.
 
-The part `mla` does the same with a miniature of DeepSeek-V3 (latent attention, experts).
+On GPUs all engines load at once: processes are forks of one that has imported vLLM, and a given size of the
+KV cache spares vLLM from measuring memory that others change meanwhile. Then the groups take turns, when
+nothing else works on the GPUs. On the CPU, whose memory and cores they share, one group after the other is
+loaded, measured and ended.
 """
 
 from __future__ import annotations
 
-import statistics
+import os
+import sys
 import time
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
-from benchmarks.capture import MODES, find_target, parse, prepare
-from benchmarks.capture_process import Worker, ask_all, close_all
-from benchmarks.capture_worker import WorkerSpec
-from benchmarks.host_parts import PartSpec, serve, tell
-from eagle3_core.capture.replica import replica_variables
-from eagle3_core.host.engine_environment import engine_environment
+import psutil
 
-REPEATS = 3
-"""Measured rounds of each kind."""
+from benchmarks.capture import find_target, parse
+from benchmarks.capture_process import Process, start_process
+from benchmarks.engine_forks import ForkedWorker, begin_import
+from benchmarks.host_engines import Engines, Group, Start, num_rounds, summary
+from benchmarks.host_parts import PartSpec, serve, tell
+from benchmarks.host_signals import QUIET_SECONDS, wait_for
+from eagle3_core.config import EngineConfig
+from eagle3_core.errors import CaptureError
+from eagle3_core.host.engine_environment import engine_environment
+from eagle3_core.target.info import inspect_target
+
 SIZES = {
-    ("capture", "8b"): ("llama-8b", 2048, 48),
+    ("capture", "8b"): ("llama-8b", 2048, 96),
     ("capture", "tiny"): ("tiny", 256, 24),
-    ("mla", "8b"): ("deepseek-v3", 1024, 128),
+    ("mla", "8b"): ("deepseek-v3", 1024, 256),
     ("mla", "tiny"): ("deepseek-v3", 128, 16),
 }
-"""Target, tokens of a prompt and prompts of an engine in a round, by part and shape."""
+"""Target, tokens of a prompt and prompts of an engine in a round, by part of the table and shape."""
+GPU_KV_CACHE_GIB = {"capture": 8.0, "mla": 2.0}
+"""Room for many steps of an engine; up to eight engines share a GPU."""
+CPU_KV_CACHE_GIB = 1.0
+GPU_SHARE = 0.1
+"""Of a GPU's memory: so much has to be free when an engine starts. Its KV cache has a size of its own."""
+STATES = 4
+FOLDER_SHARE = 0.8
+"""Of the free space, for the shards of a round."""
+LOAD_SHARE = 0.62
+"""Of the part's time: engines of a wave that take longer are given up, and the others are measured."""
+
+LEAST_SECONDS = 30.0
+"""Engines need so much time at least, or loading them is not tried again."""
 
 
 def measure(spec: PartSpec) -> None:
-    """Measure replicas, then tensor parallel if there are several GPUs."""
-    shape, num_tokens, num_prompts = SIZES[spec.name, spec.shape]
+    """Measure all groups; what one has found is left at once, and none is lost with another.
+
+    Raises:
+        CaptureError: groups failed; names each.
+    """
     folder = Path(spec.folder)
-    found: dict[str, Any] = {"target": shape, "prompt_tokens": num_tokens, "num_prompts": num_prompts}
-    options = _options(spec, num_tokens, num_prompts)
-    target = make_miniature(spec, folder) if spec.name == "mla" else find_target(options(1, shape), folder)
+    found: dict[str, Any] = {"seconds": {}}
+    started = time.perf_counter()
+    engine = EngineConfig(device=spec.device, python=sys.executable, kv_cache_gib=CPU_KV_CACHE_GIB)
+    begin_import(engine_environment(engine) | {"VLLM_LOGGING_LEVEL": "INFO"})
+    groups = plan_groups(spec, find_targets(spec, folder), psutil.disk_usage(spec.folder).free)
+    for group in groups:
+        found.setdefault(group.part, _prompts(spec, group))
+        if spec.gpus == 1:
+            found[group.part]["tensor_parallel"] = {"skipped": "one GPU: the same as one replica"}
+    found["seconds"]["targets"] = time.perf_counter() - started
     spec.save(found)
-    found["replicas"] = measure_engines(spec, options(1, str(target)), folder / "replicas", spec.gpus)
-    spec.save(found)
-    if spec.gpus == 1:
-        found["tensor_parallel"] = {"skipped": "one GPU: the same as one replica"}
-        tell("tensor parallel: one GPU, the same as one replica")
-    else:
-        parallel = options(spec.gpus, str(target))
-        found["tensor_parallel"] = measure_engines(spec, parallel, folder / "tensor-parallel", 1)
-    spec.save(found)
+    failed: dict[str, str] = {}
+    waves = [groups] if spec.device == "cuda" else [[group] for group in groups]
+    for wave in waves:
+        failed |= measure_somehow(spec, wave, found, (ForkedWorker, start_alone), LOAD_SHARE * spec.seconds)
+    if failed:
+        raise CaptureError("; ".join(f"{title}: {reason}" for title, reason in failed.items()))
 
 
-def _options(spec: PartSpec, num_tokens: int, num_prompts: int) -> Any:
-    """Makes options of the capture benchmark for engines on so many GPUs each, and a target."""
+def plan_groups(spec: PartSpec, targets: dict[str, Path], free_bytes: int) -> list[Group]:
+    """The groups in the order in which they are measured.
 
-    def options(tensor_parallel: int, shape: str) -> Namespace:
-        values = {
-            "--device": spec.device,
-            "--shape": shape,
-            "--prompt-tokens": num_tokens,
-            "--num-prompts": num_prompts,
-            "--repeats": 2 * REPEATS,
-            "--tensor-parallel": tensor_parallel,
-        }
-        flags = ["--eager"] if spec.name == "mla" else ["--eager", "--dummy"]
-        return parse([str(word) for pair in values.items() for word in pair] + flags)
+    Args:
+        spec: of the part.
+        targets: folder of each part's target.
+        free_bytes: where shards are stored.
+    """
+    ways = [("replicas", 1, spec.gpus)] + ([("tensor_parallel", spec.gpus, 1)] if spec.gpus > 1 else [])
+    num_storing = sum(count for _, _, count in ways)
+    groups = []
+    for part, target in targets.items():
+        _, num_tokens, most = SIZES[part, spec.shape]
+        stored = num_tokens * STATES * 2 * inspect_target(target).hidden_size
+        num_prompts = max(1, min(most, int(FOLDER_SHARE * free_bytes / (num_storing * stored))))
+        for name, size, count in ways:
+            options = _options(spec, part, target, num_prompts, size, num_rounds(count))
+            groups.append(Group(part, name, options, count))
+    return groups
 
-    return options
+
+def _options(spec: PartSpec, part: str, target: Path, num_prompts: int, size: int, repeats: int) -> Namespace:
+    """Options of the capture benchmark for engines on so many GPUs each."""
+    values = {
+        "--device": spec.device,
+        "--shape": target,
+        "--prompt-tokens": SIZES[part, spec.shape][1],
+        "--num-prompts": num_prompts,
+        "--repeats": repeats,
+        "--tensor-parallel": size,
+        "--gpu-share": GPU_SHARE,
+        "--gpu-kv-cache-gib": GPU_KV_CACHE_GIB[part],
+    }
+    flags = ["--eager"] if part == "mla" else ["--eager", "--dummy"]
+    return parse([str(word) for pair in values.items() for word in pair] + flags)
 
 
-def make_miniature(spec: PartSpec, folder: Path) -> Path:
-    """Write the miniature whose heads all GPUs can share."""
+def find_targets(spec: PartSpec, folder: Path) -> dict[str, Path]:
+    """Write both targets; the miniature's heads can be shared by all GPUs."""
     from eagle3_core.capture import miniature
     from eagle3_core.capture.miniature_config import miniature_config
     from eagle3_core.capture.probe_plan import known_architecture
 
-    small = miniature_config(known_architecture("deepseek-v3"), spec.gpus)
-    return miniature.make_miniature(small, folder / "miniature").folder
+    shape = parse(["--shape", SIZES["capture", spec.shape][0], "--dummy"])
+    small = miniature_config(known_architecture(SIZES["mla", spec.shape][0]), spec.gpus)
+    return {
+        "capture": find_target(shape, folder),
+        "mla": miniature.make_miniature(small, folder / "miniature").folder,
+    }
 
 
-def measure_engines(spec: PartSpec, options: Namespace, folder: Path, count: int) -> dict[str, Any]:
-    """Rounds of so many engines of each mode.
+def _prompts(spec: PartSpec, group: Group) -> dict[str, Any]:
+    options = group.options
+    return {
+        "target": SIZES[group.part, spec.shape][0],
+        "prompt_tokens": options.prompt_tokens,
+        "num_prompts": options.num_prompts,
+    }
+
+
+def start_alone(spec: Path, mode: str, variables: Mapping[str, str]) -> Process:
+    """Start a worker that imports vLLM for itself."""
+    return start_process(spec, mode, os.environ | variables)
+
+
+def measure_somehow(
+    spec: PartSpec, wave: Sequence[Group], found: dict[str, Any], starts: Sequence[Start], seconds: float
+) -> dict[str, str]:
+    """As `measure_wave`, by the first way to start processes by which any group can be measured.
+
+    Args:
+        spec, wave, found: see `measure_wave`.
+        starts: ways to start a process; a GPU's driver may not stand forks.
+        seconds: for loading, over all ways.
+    """
+    began, failed = time.perf_counter(), dict[str, str]()
+    for start in starts:
+        left = seconds - (time.perf_counter() - began)
+        if left < LEAST_SECONDS and failed:
+            break
+        failed = measure_wave(spec, wave, found, start, left)
+        if len(failed) < len(wave):
+            break
+        found["failed"] = failed
+        tell("no group of engines could be measured")
+    return failed
+
+
+def measure_wave(
+    spec: PartSpec, wave: Sequence[Group], found: dict[str, Any], start: Start, seconds: float
+) -> dict[str, str]:
+    """Load groups at once, then measure one after the other, and end their processes.
 
     Args:
         spec: of the part.
-        options: of the capture benchmark; `shape` is the target's folder.
-        folder: made here.
-        count: engines of each mode, side by side.
+        wave: the groups.
+        found: gets what is measured; it is saved whenever something is known.
+        start: starts a process.
+        seconds: for loading.
 
     Returns:
-        Tokens per second by mode and number of engines, and by which engine; what was stored.
+        Why groups failed, by title.
     """
-    files = [prepare(options, Path(options.shape), folder / f"engine-{index}") for index in range(count)]
-    config = WorkerSpec.model_validate_json(files[0].read_text()).config
-    environment = engine_environment(config.engine)
-    variables = replica_variables(config, count, list(spec.devices))
-    workers = {
-        mode: [
-            Worker(file, mode, environment | own, watch_memory=False)
-            for file, own in zip(files, variables, strict=True)
-        ]
-        for mode in MODES
-    }
+    began = time.perf_counter()
+    running = [Engines(group, Path(spec.folder) / group.part / group.name, spec.devices) for group in wave]
     try:
-        started = time.perf_counter()
-        loaded = [ask_all(workers[mode], "load") for mode in MODES]
-        seconds = time.perf_counter() - started
-        tell(f"{folder.name}: {2 * count} engines loaded in {seconds:.0f} s")
-        rounds = _rounds(workers, count)
+        for engines in running:
+            engines.start(start)
+        found["seconds"].setdefault("until_started", time.perf_counter() - began)
+        loaded, failed = load_all(running, seconds - (time.perf_counter() - began))
+        for engines in running:
+            group = engines.group
+            found[group.part][group.name] = loaded.get(engines, {"failed": failed.get(group.title)})
+        spec.save(found)
+        tell(f"{len(loaded)} of {len(wave)} groups of engines are ready")
+        if not loaded:
+            return failed
+        found["is_quiet"] = wait_for("early-stages-over", spec.common_folder, QUIET_SECONDS)
+        for engines, facts in loaded.items():
+            try:
+                engines.measure(_keeper(spec, found, facts, engines.group.title))
+            except CaptureError as error:
+                failed[engines.group.title] = facts["failed"] = str(error)
+        return failed
     finally:
-        close_all([worker for group in workers.values() for worker in group])
-    return {
-        "engine": loaded[0][0]["engine"],
-        "device": loaded[0][0]["device"],
-        "engines": count,
-        "gpus_of_an_engine": options.tensor_parallel,
-        "load_seconds": seconds,
-        "tokens_per_second": summary(rounds),
-        "rounds": rounds,
-    }
+        _close(running)
 
 
-def round_sizes(count: int) -> list[int]:
-    """How many engines work in each round: all to warm up, then one and all of them in turn.
+def load_all(
+    running: Sequence[Engines], seconds: float
+) -> tuple[dict[Engines, dict[str, Any]], dict[str, str]]:
+    """Load groups side by side; those that fail or take longer are ended.
 
-    >>> round_sizes(8)
-    [8, 1, 8, 1, 8, 1, 8]
+    Returns:
+        Groups that are loaded, in order, with what they say; why the others are not, by title.
     """
-    return [count, *([1, count] * REPEATS)] if count > 1 else [1] * (1 + REPEATS)
+    pool = ThreadPoolExecutor(len(running))
+    loads = {engines: pool.submit(_timed_load, engines) for engines in running}
+    wait(loads.values(), timeout=seconds)
+    loaded: dict[Engines, dict[str, Any]] = {}
+    failed: dict[str, str] = {}
+    for engines, load in loads.items():
+        title = engines.group.title
+        if not load.done():
+            failed[title] = f"not loaded after {seconds:.0f} s"
+        elif (error := load.exception()) is not None:
+            failed[title] = str(error)
+        else:
+            loaded[engines] = load.result()
+    for title, reason in failed.items():
+        tell(f"{title}: {reason}")
+    _close([engines for engines in running if engines.group.title in failed])
+    pool.shutdown()
+    return loaded, failed
 
 
-def _rounds(workers: dict[str, list[Worker]], count: int) -> list[dict[str, Any]]:
-    rounds: list[dict[str, Any]] = []
-    for number, size in enumerate(round_sizes(count)):
-        for mode in MODES if number % 2 == 0 else tuple(reversed(MODES)):
-            taken = _round(workers[mode][:size], number)
-            if number:
-                rounds.append({"mode": mode, "engines": size, **taken})
-                tell(
-                    f"round {number}: {mode}, {size} engines: "
-                    f"{taken['tokens'] / taken['seconds']:,.0f} tokens/s, "
-                    f"{taken['stored_bytes'] / taken['seconds'] / 1e9:.2f} GB/s stored"
-                )
-    return rounds
+def _timed_load(engines: Engines) -> dict[str, Any]:
+    started = time.perf_counter()
+    facts = engines.load()
+    seconds = time.perf_counter() - started
+    tell(f"{engines.group.title}: {len(facts['processes'])} engines loaded and warm after {seconds:.0f} s")
+    return facts | {"load_seconds": seconds}
 
 
-def _round(workers: Sequence[Worker], number: int) -> dict[str, Any]:
-    """One round of some engines at once, from the first one's start to the last one's end."""
-    answers = ask_all(workers, f"round {number}")
-    ended = max(answer["began"] + answer["seconds"] for answer in answers)
-    return {
-        "seconds": ended - min(answer["began"] for answer in answers),
-        "tokens": sum(answer["tokens"] for answer in answers),
-        "stored_bytes": sum(answer["stored_bytes"] for answer in answers),
-        "engine_seconds": [answer["seconds"] for answer in answers],
-        "last_token_seconds": [answer["last_token_seconds"] for answer in answers],
-    }
+def _close(running: Sequence[Engines]) -> None:
+    if running:
+        with ThreadPoolExecutor(len(running)) as pool:
+            list(pool.map(Engines.close, running))
 
 
-def summary(rounds: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Median tokens per second by mode and number of engines, which is text as in JSON."""
-    speeds: dict[str, dict[str, list[float]]] = {}
-    for taken in rounds:
-        of_mode = speeds.setdefault(taken["mode"], {})
-        of_mode.setdefault(str(taken["engines"]), []).append(taken["tokens"] / taken["seconds"])
-    return {mode: {n: statistics.median(each) for n, each in found.items()} for mode, found in speeds.items()}
+def _keeper(
+    spec: PartSpec, found: dict[str, Any], facts: dict[str, Any], title: str
+) -> Callable[[list[dict[str, Any]]], None]:
+    """Keeps, shows and saves the rounds of a group as they are measured."""
+
+    def keep(rounds: list[dict[str, Any]]) -> None:
+        facts["rounds"], facts["tokens_per_second"] = rounds, summary(rounds)
+        spec.save(found)
+        last = rounds[-1]
+        tell(
+            f"{title}: {last['mode']}, {last['engines']} engines: "
+            f"{last['tokens'] / last['seconds']:,.0f} tokens/s in {last['seconds']:.1f} s, "
+            f"{last['stored_bytes'] / last['seconds'] / 1e9:.2f} GB/s stored"
+        )
+
+    return keep
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ had. All that a part prints goes to its log; lines that begin with `MARK` are sh
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -28,6 +29,7 @@ from eagle3_core.step import end_with_parent
 from eagle3_core.store.files import write_atomic
 
 MARK = "@host "
+PREFIX_VARIABLE = "PYTHONPYCACHEPREFIX"
 LAST_LINES = 15
 END_SECONDS = 12.0
 """Kept back of the whole time: processes that are ended get a few seconds to end."""
@@ -48,21 +50,25 @@ class Part:
         name: as the command line takes it.
         module: run by `python -m`.
         share: of the whole time, beside the shares of the other parts.
+        begins_early: whether its first stages run beside other parts while these import and load; it gives
+            `early-stages-over` after them, and goes on when `other-parts-over` is given.
+        is_alone: whether it has to wait for the end of these early stages.
     """
 
     name: str
     module: str
     share: float
+    begins_early: bool = False
+    is_alone: bool = False
 
 
 PARTS = (
     Part("topology", "benchmarks.host_topology", 30),
-    Part("capture", "benchmarks.host_capture", 160),
-    Part("training", "benchmarks.host_training", 135),
-    Part("mla", "benchmarks.host_capture", 55),
-    Part("smollm2", "benchmarks.host_run", 100),
+    Part("capture", "benchmarks.host_capture", 165),
+    Part("training", "benchmarks.host_training", 150, is_alone=True),
+    Part("smollm2", "benchmarks.host_run", 123, begins_early=True),
 )
-"""In the order in which they run."""
+"""In the order in which they end; shares are seconds of eight minutes without `END_SECONDS`."""
 
 
 class PartSpec(BaseModel):
@@ -77,11 +83,18 @@ class PartSpec(BaseModel):
     folder: str
     devices: tuple[str, ...]
     """GPUs as `CUDA_VISIBLE_DEVICES` names them; none on the CPU, where processes stand for GPUs."""
+    seconds: float = 600.0
+    """After which the part is ended."""
 
     @property
     def figures_path(self) -> Path:
         """The file of what was measured."""
         return Path(self.folder) / "figures.json"
+
+    @property
+    def common_folder(self) -> Path:
+        """In which the folders of all parts lie."""
+        return Path(self.folder).parent
 
     def save(self, figures: Mapping[str, Any]) -> None:
         """Leave what is known so far."""
@@ -92,12 +105,12 @@ class PartOutcome(BaseModel):
     """How a part went.
 
     `skipped` parts had nothing to measure, `late` ones were ended at their limit; both of these and `failed`
-    ones keep the figures that they had left by then.
+    ones keep the figures that they had left by then. `running` is what a document says meanwhile.
     """
 
     model_config = ConfigDict(frozen=True)
     name: str
-    state: Literal["done", "skipped", "failed", "late"]
+    state: Literal["running", "done", "skipped", "failed", "late"]
     seconds: float
     limit_seconds: float
     reason: str = ""
@@ -125,19 +138,23 @@ def limit_of(name: str, waiting: Sequence[Part], seconds_left: float) -> float:
     return max(0.0, seconds_left) * own / sum(part.share for part in waiting)
 
 
-def run_part(part: Part, spec: PartSpec, limit_seconds: float, show: Callable[[str], None]) -> PartOutcome:
+def run_part(
+    part: Part, spec: PartSpec, show: Callable[[str], None], check: Callable[[], None] | None = None
+) -> PartOutcome:
     """Run a part to its end or to its limit; none of its processes is left then.
 
     Args:
         part: to run.
         spec: for it; its folder is made here.
-        limit_seconds: after which it is ended.
         show: called with the lines that it marks.
+        check: called again and again; `TimeoutError` ends the part as its limit does, and what else it
+            raises comes out here.
     """
     folder = Path(spec.folder)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "spec.json"
     path.write_text(spec.model_dump_json(indent=1))
+    spec.figures_path.unlink(missing_ok=True)
     token, started = uuid.uuid4().hex, time.monotonic()
     process = subprocess.Popen(
         [sys.executable, "-m", part.module, str(path)],
@@ -152,7 +169,7 @@ def run_part(part: Part, spec: PartSpec, limit_seconds: float, show: Callable[[s
     is_late = False
     with (folder / "log.txt").open("w", buffering=1) as log:
         try:
-            for line in supervisor.lines(limit_seconds, None):
+            for line in supervisor.lines(spec.seconds, check):
                 _handle(line, log.write, tail, show)
             status = supervisor.end()
         except TimeoutError:
@@ -160,8 +177,8 @@ def run_part(part: Part, spec: PartSpec, limit_seconds: float, show: Callable[[s
         except BaseException:
             supervisor.end(interrupted=True)
             raise
-    seconds, figures = time.monotonic() - started, _figures(spec)
-    facts = {"name": part.name, "seconds": seconds, "limit_seconds": limit_seconds, "figures": figures}
+    seconds, figures = time.monotonic() - started, figures_of(spec)
+    facts = {"name": part.name, "seconds": seconds, "limit_seconds": spec.seconds, "figures": figures}
     if is_late:
         return PartOutcome(state="late", reason="ended at its limit", last_lines=tail, **facts)
     if status:
@@ -176,7 +193,23 @@ def part_environment(spec: PartSpec) -> dict[str, str]:
     variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PROJECT_ROOT), variables.get("PYTHONPATH")]))
     variables["PYTHONUNBUFFERED"] = "1"
     variables["CUDA_VISIBLE_DEVICES"] = ",".join(spec.devices)
-    return variables
+    variables.pop("PYTHONDONTWRITEBYTECODE", None)
+    return variables | bytecode_variables(spec.common_folder)
+
+
+def bytecode_variables(folder: Path) -> dict[str, str]:
+    """Let all processes share compiled modules, which spares each of them many seconds of importing vLLM.
+
+    Args:
+        folder: where they go if they are not beside vLLM's own and cannot be written there.
+    """
+    package = importlib.util.find_spec("vllm")
+    if package is None or package.origin is None or PREFIX_VARIABLE in os.environ:
+        return {}
+    compiled = Path(importlib.util.cache_from_source(package.origin))
+    if compiled.exists() or os.access(Path(package.origin).parent, os.W_OK):
+        return {}
+    return {PREFIX_VARIABLE: str(folder / "bytecode")}
 
 
 def serve(measure: Callable[[PartSpec], None]) -> None:
@@ -189,7 +222,8 @@ def serve(measure: Callable[[PartSpec], None]) -> None:
 
 def tell(text: str) -> None:
     """Show a line to whoever waits for this part."""
-    print(f"{MARK}{text}", flush=True)
+    sys.stdout.write(f"{MARK}{text}\n")
+    sys.stdout.flush()
 
 
 def _handle(line: str, write: Callable[[str], Any], tail: deque[str], show: Callable[[str], None]) -> None:
@@ -201,7 +235,8 @@ def _handle(line: str, write: Callable[[str], Any], tail: deque[str], show: Call
         tail.append(text.removeprefix(MARK))
 
 
-def _figures(spec: PartSpec) -> dict[str, Any]:
+def figures_of(spec: PartSpec) -> dict[str, Any]:
+    """What a part has left so far."""
     try:
         found = json.loads(spec.figures_path.read_text())
     except (OSError, ValueError):

@@ -97,30 +97,44 @@ def _topology(part: str, found: dict[str, Any]) -> Iterator[Row]:
         yield Row(part, f"all-reduce, {size} MiB", f"{_gb(each['bus_bytes_per_second'])} bus, {spent:.3f} ms")
 
 
-def _capture(part: str, found: dict[str, Any]) -> Iterator[Row]:
-    replicas, parallel = found.get("replicas", {}), found.get("tensor_parallel", {})
+def _capture(_: str, found: dict[str, Any]) -> Iterator[Row]:
+    for part in ("capture", "mla"):
+        yield from _replicas(part, found.get(part, {}), found.get("is_quiet", True))
+        yield from _parallel(part, found.get(part, {}))
+
+
+def _replicas(part: str, found: dict[str, Any], is_quiet: bool) -> Iterator[Row]:
+    replicas = found.get("replicas", {})
     speeds, count = replicas.get("tokens_per_second", {}), replicas.get("engines", 1)
-    plain, capture = speeds.get("plain", {}), speeds.get("capture", {})
-    if plain and capture:
-        one, several = plain["1"], capture["1"]
-        yield Row(part, "plain prefill, 1 engine", _tokens(one))
-        yield Row(part, "capture, 1 engine", _tokens(several), several / one, "plain prefill, 1 engine")
-    if count > 1 and str(count) in capture:
-        n = str(count)
-        yield Row(part, f"plain prefill, {n} engines", *_scaled(plain[n], plain["1"], count, "engine"))
-        beside = f"plain prefill, {n} engines"
-        yield Row(part, f"capture, {n} replicas", _tokens(capture[n]), capture[n] / plain[n], beside)
-        scaled = _scaled(capture[n], capture["1"], count, "engine")
-        wanted = None if part == "mla" else SCALING_WANTED  # a miniature keeps no GPU busy
-        yield Row(part, f"capture, {n} replicas", *scaled, wanted)
+    plain, capture = speeds.get("plain", {}).get("1"), speeds.get("capture", {})
+    if plain:
+        yield Row(part, "plain prefill, 1 engine", _tokens(plain))
+    one, several = capture.get("1"), capture.get(str(count))
+    if plain and one:
+        yield Row(part, "capture, 1 engine", _tokens(one), one / plain, "plain prefill, 1 engine")
+    if plain and count > 1 and several:
+        beside = f"{count} x plain prefill, 1 engine"
+        yield Row(part, f"capture, {count} replicas", _tokens(several), several / (count * plain), beside)
+    if one and count > 1 and several:
+        # A miniature keeps no GPU busy, and beside other work no figure says anything.
+        wanted = SCALING_WANTED if part == "capture" and is_quiet else None
+        what = f"capture, {count} replicas{'' if is_quiet else ', beside other work'}"
+        yield Row(part, what, *_scaled(several, one, count, "engine"), wanted)
+
+
+def _parallel(part: str, found: dict[str, Any]) -> Iterator[Row]:
+    parallel = found.get("tensor_parallel", {})
     if "skipped" in parallel:
         yield Row(part, "tensor parallel", parallel["skipped"])
-    elif parallel:
-        size = parallel["gpus_of_an_engine"]
-        together, captured = (parallel["tokens_per_second"][mode]["1"] for mode in ("plain", "capture"))
-        beside = f"plain prefill, tensor parallel {size}"
-        one_engine = (together / plain["1"], "plain prefill, 1 engine") if plain else ()
+        return
+    speeds, size = parallel.get("tokens_per_second", {}), parallel.get("gpus_of_an_engine")
+    together, captured = (speeds.get(mode, {}).get("1") for mode in ("plain", "capture"))
+    plain = found.get("replicas", {}).get("tokens_per_second", {}).get("plain", {}).get("1")
+    beside = f"plain prefill, tensor parallel {size}"
+    if together:
+        one_engine = (together / plain, "plain prefill, 1 engine") if plain else ()
         yield Row(part, beside, _tokens(together), *one_engine)
+    if together and captured:
         yield Row(part, f"capture, tensor parallel {size}", _tokens(captured), captured / together, beside)
 
 
@@ -142,8 +156,11 @@ def _training(part: str, found: dict[str, Any]) -> Iterator[Row]:
             continue
         value, ratio, beside = _scaled(speed, steps[0]["tokens_per_second"], count, "rank")
         yield Row(part, name, f"{value}, {step['ms']:.0f} ms", ratio, beside)
-        share = step["communication_ms"] / step["ms"]
-        yield Row(part, f"{name}, sending", f"{step['communication_ms']:.1f} ms, {share:.1%} of the time")
+        yield Row(part, f"{name}, sending on its own", f"{step['communication_ms']:.1f} ms")
+        if "exposed_ms" in step:
+            exposed = step["exposed_ms"]
+            value = f"{exposed:.1f} ms, {exposed / step['ms']:.1%} of the time"
+            yield Row(part, f"{name}, waiting for sending", value)
     if "curves" in found:
         curves = found["curves"]
         apart, relative = curves["largest_difference"], curves["largest_relative_difference"]
@@ -164,7 +181,7 @@ def _run(part: str, found: dict[str, Any]) -> Iterator[Row]:
         yield Row(part, f"{stage}, {found['target']}", ", ".join(said))
 
 
-_ROWS = {"topology": _topology, "capture": _capture, "mla": _capture, "training": _training, "smollm2": _run}
+_ROWS = {"topology": _topology, "capture": _capture, "training": _training, "smollm2": _run}
 
 
 def _scaled(speed: float, of_one: float, count: int, noun: str) -> tuple[str, float, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import shutil
@@ -21,34 +22,65 @@ from benchmarks.host_parts import NO_MULTICAST, PartSpec, serve, tell
 TOPOLOGY_SECONDS = 20
 FILE_BYTES = {"8b": 1 << 30, "tiny": 1 << 22}
 BLOCK_BYTES = 1 << 22
+PEER_QUESTIONS = {"read": 0, "nvlink": 2}
+"""What the driver is asked of a pair of GPUs: `nvmlGpuP2PCapsIndex_t` of nvml.h. The package has the first as
+a tuple."""
 
 
 def measure(spec: PartSpec) -> None:
-    """Look at host and GPUs, write files, and sum over all ranks."""
-    folder = Path(spec.folder)
-    memory = psutil.virtual_memory()
-    found: dict[str, Any] = {
+    """Look at host and GPUs, write files, and sum over all ranks; what fails does not keep the others back.
+
+    Raises:
+        RuntimeError: something could not be found out; says what.
+    """
+    found, failed = host_facts(spec), []
+    spec.save(found)
+    for ask in (ask_gpus, write_files, sum_over_ranks):
+        try:
+            found |= ask(spec)
+        except Exception as error:
+            failed.append(f"{ask.__name__}: {type(error).__name__}: {error}")
+            tell(failed[-1])
+        spec.save(found)
+    if failed:
+        raise RuntimeError("; ".join(failed))
+
+
+def host_facts(spec: PartSpec) -> dict[str, Any]:
+    """Processors, memory, disk and the variables that keep multicast off."""
+    return {
         "platform": platform.platform(),
         "num_cpus": len(os.sched_getaffinity(0)),
-        "memory_bytes": memory.total,
+        "memory_bytes": psutil.virtual_memory().total,
         "free_disk_bytes": psutil.disk_usage(spec.folder).free,
         "environment": {name: os.environ.get(name) for name in NO_MULTICAST},
     }
-    if spec.device == "cuda":
-        found |= gpu_facts(spec.devices)
-        tell(f"driver {found['driver']}: {', '.join(gpu['name'] for gpu in found['gpus'])}")
-    spec.save(found)
-    size = FILE_BYTES[spec.shape]
-    found["write_one_bytes_per_second"] = write_speed(folder, 1, size)
+
+
+def ask_gpus(spec: PartSpec) -> dict[str, Any]:
+    """What the driver says of the GPUs; nothing on the CPU."""
+    if spec.device != "cuda":
+        return {}
+    facts = gpu_facts(spec.devices)
+    tell(f"driver {facts['driver']}: {', '.join(gpu['name'] for gpu in facts['gpus'])}")
+    return facts
+
+
+def write_files(spec: PartSpec) -> dict[str, Any]:
+    """How fast one file is written, and one for each GPU at once."""
+    folder, size = Path(spec.folder), FILE_BYTES[spec.shape]
+    found = {"write_one_bytes_per_second": write_speed(folder, 1, size)}
     if spec.gpus > 1:
         found["write_all_bytes_per_second"] = write_speed(folder, spec.gpus, size)
-    spec.save(found)
+    return found
+
+
+def sum_over_ranks(spec: PartSpec) -> dict[str, Any]:
+    """Bandwidth of sums over all GPUs."""
     if spec.gpus == 1:
-        found["all_reduce"] = {"skipped": "one GPU has no other to send to"}
         tell("all-reduce: one GPU has no other to send to")
-    else:
-        found["all_reduce"] = {"sizes": all_reduce.measure(spec.gpus, spec.device)}
-    spec.save(found)
+        return {"all_reduce": {"skipped": "one GPU has no other to send to"}}
+    return {"all_reduce": {"sizes": all_reduce.measure(spec.gpus, spec.device)}}
 
 
 def gpu_facts(devices: Sequence[str]) -> dict[str, Any]:
@@ -67,28 +99,28 @@ def gpu_facts(devices: Sequence[str]) -> dict[str, Any]:
             else pynvml.nvmlDeviceGetHandleByUUID(device)
             for device in devices
         ]
-        return {
-            "driver": _text(pynvml.nvmlSystemGetDriverVersion()),
-            "gpus": [
-                {
-                    "name": _text(pynvml.nvmlDeviceGetName(handle)),
-                    "memory_bytes": int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
-                    "num_nvlinks": _num_links(handle),
-                }
-                for handle in handles
-            ],
-            "peers": _peers(handles),
-            "topology": topology_text(),
-        }
+        gpus = [
+            {
+                "name": _text(pynvml.nvmlDeviceGetName(handle)),
+                "memory_bytes": int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
+                "num_nvlinks": _num_links(handle),
+            }
+            for handle in handles
+        ]
+        driver = _text(pynvml.nvmlSystemGetDriverVersion())
+        return {"driver": driver, "gpus": gpus, "peers": peers(handles), "topology": topology_text()}
     finally:
         pynvml.nvmlShutdown()
 
 
-def _peers(handles: Sequence[Any]) -> dict[str, list[list[str]]]:
-    """For each pair of GPUs what the driver says of reading and of NVLink: `ok` or why not."""
+def peers(handles: Sequence[Any]) -> dict[str, list[list[str]]]:
+    """For each pair of GPUs what the driver says of reading and of NVLink: `ok` or why not.
+
+    Args:
+        handles: of the GPUs, from `pynvml`.
+    """
     import pynvml
 
-    capabilities = {"read": pynvml.NVML_P2P_CAPS_INDEX_READ, "nvlink": pynvml.NVML_P2P_CAPS_INDEX_NVLINK}
     names = {
         getattr(pynvml, name): name.removeprefix("NVML_P2P_STATUS_").lower().replace("_", " ")
         for name in dir(pynvml)
@@ -100,12 +132,12 @@ def _peers(handles: Sequence[Any]) -> dict[str, list[list[str]]]:
             return "itself"
         try:
             return names.get(pynvml.nvmlDeviceGetP2PStatus(one, other, index), "unknown")
-        except pynvml.NVMLError as error:
-            return str(error)
+        except (pynvml.NVMLError, TypeError, ctypes.ArgumentError) as error:
+            return f"cannot be asked: {error}"
 
     return {
         name: [[status(one, other, index) for other in handles] for one in handles]
-        for name, index in capabilities.items()
+        for name, index in PEER_QUESTIONS.items()
     }
 
 

@@ -28,6 +28,12 @@ class EngineConfig(Section):
     gpu_memory_utilization: float = Field(
         default=0.9, gt=0, le=1, description="Share of GPU memory for the engine."
     )
+    gpu_kv_cache_gib: float | None = Field(
+        default=None,
+        gt=0,
+        description="KV cache of vLLM on each GPU, GiB; None fills `gpu_memory_utilization`. With a size "
+        "vLLM does not measure memory while it loads, so that engines can load on one GPU at once.",
+    )
     environment: dict[str, str] = Field(
         default={},
         description="Extra environment variables of the step's process. Secrets belong into the environment "

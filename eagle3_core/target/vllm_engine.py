@@ -11,6 +11,7 @@ from eagle3_core.config import RunConfig
 if TYPE_CHECKING:
     from vllm import LLM
 
+GIB = 1 << 30
 logger = logging.getLogger(__name__)
 
 
@@ -35,6 +36,8 @@ def load_vllm(config: RunConfig, target_path: str, **arguments: Any) -> LLM:
     }
     if engine.device == "cuda":
         settings["gpu_memory_utilization"] = engine.gpu_memory_utilization
+        if engine.gpu_kv_cache_gib is not None:
+            settings["kv_cache_memory_bytes"] = round(engine.gpu_kv_cache_gib * GIB)
     started = time.monotonic()
     llm = LLM(**settings | arguments)
     logger.info("loaded %s in vLLM in %.1f s", target_path, time.monotonic() - started)

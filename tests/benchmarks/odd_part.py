@@ -6,21 +6,34 @@ import os
 import subprocess
 import sys
 import time
+from typing import Any
 
 from benchmarks.host_parts import PartSpec, serve, tell
+from benchmarks.host_signals import give, wait_for
+
+EARLY_SECONDS = 1.5
 
 
 def measure(spec: PartSpec) -> None:
-    """Leave a figure, then end well, fail, or go on for ever."""
+    """Leave figures, then end well, fail, or go on for ever."""
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
-    spec.save({"child": child.pid, "gpus": os.environ["CUDA_VISIBLE_DEVICES"]})
+    found: dict[str, Any] = {"child": child.pid, "gpus": os.environ["CUDA_VISIBLE_DEVICES"]}
+    found["began"] = time.monotonic()
+    spec.save(found)
     tell(f"{spec.name} began")
     if spec.name == "skipped":
-        spec.save({"skipped": "there is nothing to measure"})
+        found["skipped"] = "there is nothing to measure"
     if spec.name == "failed":
         raise RuntimeError("the engine is not there")
+    if spec.name == "early":
+        time.sleep(EARLY_SECONDS)
+        found["early_stages_ended"] = time.monotonic()
+        give("early-stages-over", spec.common_folder)
+        wait_for("other-parts-over", spec.common_folder, 60.0)
+        found["went_on"] = time.monotonic()
     while spec.name == "late":
         time.sleep(1)
+    spec.save(found | {"ended": time.monotonic()})
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ def has_ended(pid: int) -> bool:
 def run(folder: Path, name: str, limit: float = 60.0) -> tuple[PartOutcome, list[str]]:
     shown: list[str] = []
     part = Part(name, "tests.benchmarks.odd_part", 1)
-    return run_part(part, spec_for(folder, name), limit, shown.append), shown
+    return run_part(part, spec_for(folder, name, seconds=limit), shown.append), shown
 
 
 @pytest.mark.parametrize("name", ["skipped", "failed"])
@@ -85,20 +85,60 @@ def test_the_first_visible_gpus_are_taken_and_missing_ones_refused():
         host.chosen_devices("cuda", 4, ["4", "5", "6"])
 
 
+def host_run(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, parts: tuple[Part, ...]
+) -> tuple[int, dict[str, Any]]:
+    """Exit status and document of a benchmark of these parts."""
+    monkeypatch.setattr(host, "PARTS", parts)
+    monkeypatch.setattr(host, "rows_of", lambda outcome, on_gpus: [])
+    arguments = ["--gpus", "2", "--device", "cpu", "--shape", "tiny", "--folder", str(folder / "parts")]
+    monkeypatch.setattr(sys, "argv", ["host", *arguments, "--json", str(folder / "host.json")])
+    return host.main(), json.loads((folder / "host.json").read_text())
+
+
+def odd(name: str, **facts: bool) -> Part:
+    return Part(name, "tests.benchmarks.odd_part", 1, **facts)
+
+
 def test_a_failed_part_does_not_end_the_others_and_is_told_by_the_exit_status(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    names = ("failed", "done")
-    monkeypatch.setattr(host, "PARTS", tuple(Part(n, "tests.benchmarks.odd_part", 1) for n in names))
-    monkeypatch.setattr(host, "rows_of", lambda outcome, on_gpus: [])
-    file = tmp_path / "host.json"
-    monkeypatch.setattr(
-        sys, "argv", ["host", "--gpus", "2", "--device", "cpu", "--shape", "tiny", "--json", str(file)]
-    )
-    assert host.main() == 1
-    document = json.loads(file.read_text())
+    status, document = host_run(monkeypatch, tmp_path, (odd("failed"), odd("done")))
+    assert status == 1
     assert [part["state"] for part in document["parts"]] == ["failed", "done"]
     assert "the engine is not there" in capsys.readouterr().out
+
+
+def test_early_stages_run_beside_other_parts_and_never_beside_one_that_is_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    parts = (odd("beside"), odd("alone", is_alone=True), odd("early", begins_early=True))
+    status, document = host_run(monkeypatch, tmp_path, parts)
+    assert status == 0
+    beside, alone, early = (part["figures"] for part in document["parts"])
+    assert beside["ended"] < early["early_stages_ended"] <= alone["began"]
+    assert alone["ended"] <= early["went_on"]
+
+
+def test_a_part_that_fails_in_its_early_stages_does_not_hold_others_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    parts = (odd("alone", is_alone=True), odd("failed", begins_early=True))
+    _, document = host_run(monkeypatch, tmp_path, parts)
+    assert [part["state"] for part in document["parts"]] == ["done", "failed"]
+    assert document["seconds"] < host.QUIET_SECONDS / 2
+
+
+def test_early_stages_that_do_not_end_give_way_to_a_part_that_is_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(host, "QUIET_SECONDS", 1.0)
+    parts = (odd("alone", is_alone=True), odd("late", begins_early=True))
+    status, document = host_run(monkeypatch, tmp_path, parts)
+    assert status == 1
+    alone, late = document["parts"]
+    assert (alone["state"], late["state"]) == ("done", "late")
+    assert has_ended(late["figures"]["child"])
 
 
 def test_large_files_of_a_part_go_and_its_logs_stay(tmp_path: Path):
@@ -111,42 +151,47 @@ def test_large_files_of_a_part_go_and_its_logs_stay(tmp_path: Path):
 
 
 def test_every_part_has_rows_and_fits_into_eight_minutes():
-    assert sum(part.share for part in PARTS) == 480
+    assert sum(part.share for part in PARTS) + host.END_SECONDS <= 480
     for part in PARTS:
         assert rows_of(outcome(part.name, {})) == []
 
 
-CAPTURE = {
+OF_A_TARGET = {
     "replicas": {
         "engines": 8,
-        "tokens_per_second": {"plain": {"1": 100.0, "8": 790.0}, "capture": {"1": 98.0, "8": 745.0}},
+        "tokens_per_second": {"plain": {"1": 100.0}, "capture": {"1": 98.0, "8": 745.0}},
     },
     "tensor_parallel": {
         "gpus_of_an_engine": 8,
         "tokens_per_second": {"plain": {"1": 400.0}, "capture": {"1": 380.0}},
     },
 }
+CAPTURE = {"capture": OF_A_TARGET, "mla": OF_A_TARGET, "is_quiet": True}
 
 
 def test_ratios_of_capture_are_to_plain_prefill_and_to_as_many_times_one():
-    rows = rows_of(outcome("capture", CAPTURE))
+    rows = [row for row in rows_of(outcome("capture", CAPTURE)) if row.part == "capture"]
     found = [(row.what, row.beside, row.verdict) for row in rows]
     assert found == [
         ("plain prefill, 1 engine", "", ""),
         ("capture, 1 engine", "plain prefill, 1 engine", ""),
-        ("plain prefill, 8 engines", "8 x 1 engine", ""),
-        ("capture, 8 replicas", "plain prefill, 8 engines", ""),
+        ("capture, 8 replicas", "8 x plain prefill, 1 engine", ""),
         ("capture, 8 replicas", "8 x 1 engine", "reached (>= 0.9)"),
         ("plain prefill, tensor parallel 8", "plain prefill, 1 engine", ""),
         ("capture, tensor parallel 8", "plain prefill, tensor parallel 8", ""),
     ]
     ratios = [row.ratio for row in rows[1:]]
-    assert ratios == pytest.approx([0.98, 790 / 800, 745 / 790, 745 / 784, 4.0, 0.95])
+    assert ratios == pytest.approx([0.98, 745 / 800, 745 / 784, 4.0, 0.95])
 
 
-def test_nothing_is_asked_of_processes_on_a_cpu_and_of_a_miniature():
+def test_nothing_is_asked_of_a_cpu_of_a_miniature_and_of_what_ran_beside_other_work():
     assert {row.verdict for row in rows_of(outcome("capture", CAPTURE), on_gpus=False)} == {""}
-    assert {row.verdict for row in rows_of(outcome("mla", CAPTURE))} == {""}
+    assert {
+        row.verdict for row in rows_of(outcome("capture", {"mla": OF_A_TARGET})) if row.part == "mla"
+    } == {""}
+    beside = rows_of(outcome("capture", CAPTURE | {"is_quiet": False}))
+    assert {row.verdict for row in beside} == {""}
+    assert "capture, 8 replicas, beside other work" in {row.what for row in beside}
 
 
 def test_one_gpu_has_no_rows_of_several():
@@ -154,7 +199,7 @@ def test_one_gpu_has_no_rows_of_several():
         "replicas": {"engines": 1, "tokens_per_second": {"plain": {"1": 100.0}, "capture": {"1": 98.0}}},
         "tensor_parallel": {"skipped": "one GPU: the same as one replica"},
     }
-    assert [row.what for row in rows_of(outcome("capture", one))] == [
+    assert [row.what for row in rows_of(outcome("capture", {"capture": one}))] == [
         "plain prefill, 1 engine",
         "capture, 1 engine",
         "tensor parallel",
@@ -164,8 +209,12 @@ def test_one_gpu_has_no_rows_of_several():
 
 
 def test_a_part_that_was_ended_shows_what_it_had():
-    figures = {"replicas": CAPTURE["replicas"]}
-    assert len(rows_of(outcome("capture", figures, state="late"))) == 5
+    engines = OF_A_TARGET["replicas"]
+    figures = {"capture": {"replicas": engines, "tensor_parallel": {"failed": "not loaded after 90 s"}}}
+    assert len(rows_of(outcome("capture", figures, state="late"))) == 4
+    begun = engines | {"tokens_per_second": {"plain": {"1": 100.0}}}
+    assert len(rows_of(outcome("capture", {"capture": {"replicas": begun}}, state="late"))) == 1
+    assert rows_of(outcome("capture", {"capture": {"replicas": {"engines": 8}}}, state="late")) == []
 
 
 def test_training_is_held_against_as_many_times_one_rank():
@@ -175,8 +224,8 @@ def test_training_is_held_against_as_many_times_one_rank():
             {"ranks": 4, "tokens_per_second": 170.0, "data_wait_share": 0.05},
         ],
         "steps": [
-            {"ranks": 1, "tokens_per_second": 52.0, "ms": 100.0, "communication_ms": 0.0},
-            {"ranks": 4, "tokens_per_second": 200.0, "ms": 26.0, "communication_ms": 1.3},
+            {"ranks": 1, "tokens_per_second": 52.0, "ms": 100.0},
+            {"ranks": 4, "tokens_per_second": 200.0, "ms": 26.0, "communication_ms": 2.6, "exposed_ms": 1.3},
         ],
         "curves": {
             "steps": 10, "fall": 2.0, "largest_difference": 0.002, "largest_relative_difference": 0.0005
@@ -187,10 +236,24 @@ def test_training_is_held_against_as_many_times_one_rank():
     assert "0.850 of 4 x 1 rank" in text
     assert "MISSED (>= 0.9)" in text
     assert "5.0% of the time" in text
+    assert "2.6 ms" in text
     assert "1.3 ms, 5.0% of the time" in text
     assert "at most 2.00e-03 (5.0e-04 of the loss) in 10 steps" in text
 
 
 def test_the_environment_of_a_part_finds_the_project(tmp_path: Path):
-    path = part_environment(spec_for(tmp_path, "mla"))["PYTHONPATH"]
+    path = part_environment(spec_for(tmp_path, "capture"))["PYTHONPATH"]
     assert path.split(":")[0] == str(host_parts.PROJECT_ROOT)
+
+
+def test_compiled_modules_are_kept_where_they_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    package = tmp_path / "site" / "vllm"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    monkeypatch.delenv("PYTHONPYCACHEPREFIX", raising=False)
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    assert "PYTHONDONTWRITEBYTECODE" not in part_environment(spec_for(tmp_path, "capture"))
+    assert host_parts.bytecode_variables(tmp_path) == {}
+    monkeypatch.setattr(host_parts.os, "access", lambda path, mode: False)
+    assert host_parts.bytecode_variables(tmp_path) == {"PYTHONPYCACHEPREFIX": str(tmp_path / "bytecode")}

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import all_reduce
 from benchmarks.all_reduce import bus_bandwidth
-from benchmarks.host_capture import round_sizes, summary
+from benchmarks.host_engines import num_rounds, plan_rounds, summary
 from benchmarks.host_training import FIRST_STEPS, NUM_STEPS, capture_size, compare_curves, figures_of
 
 pytestmark = pytest.mark.engine
@@ -21,9 +21,17 @@ def test_two_ranks_sum_and_their_bandwidth_is_that_of_the_bytes_they_send():
         assert each["bus_bytes_per_second"] == pytest.approx(each["bytes"] / each["seconds"])
 
 
-def test_all_engines_warm_up_and_then_take_turns_with_one():
-    assert round_sizes(4) == [4, 1, 4, 1, 4, 1, 4]
-    assert round_sizes(1) == [1, 1, 1, 1]
+def test_one_engine_and_all_of_them_take_turns_and_none_gets_a_round_twice():
+    rounds = plan_rounds(4)
+    assert [(mode, engines) for mode, engines, _ in rounds] == [
+        ("plain", 1), ("capture", 1), ("capture", 4), ("capture", 4), ("capture", 1), ("plain", 1)
+    ]  # fmt: skip
+    for mode in ("plain", "capture"):
+        numbers = [number for each, _, number in rounds if each == mode]
+        assert numbers == list(range(1, len(numbers) + 1))
+    assert num_rounds(4) == 4
+    assert num_rounds(1) == 2
+    assert {mode for mode, _, _ in plan_rounds(1)} == {"plain", "capture"}
 
 
 def test_speeds_are_medians_by_mode_and_number_of_engines():
