@@ -52,7 +52,6 @@ FOLDER_SHARE = 0.8
 """Of the free space, for the shards of a round."""
 LOAD_SHARE = 0.62
 """Of the part's time: engines of a wave that take longer are given up, and the others are measured."""
-
 LEAST_SECONDS = 30.0
 """Engines need so much time at least, or loading them is not tried again."""
 
