@@ -15,6 +15,7 @@ from typer.exceptions import TyperException
 from eagle3_core.config import load_profile, parse_stages
 from eagle3_core.errors import EXIT_BUG, EXIT_OK, EXIT_USER_ERROR, ConfigError, Eagle3Error
 from flows.capture_cli import capture_app
+from flows.gc_cli import gc
 from flows.options import (
     DEFAULT_PROFILE,
     DebugOption,
@@ -26,7 +27,7 @@ from flows.options import (
     WorkspaceOption,
     load,
 )
-from flows.store_cli import gc, lineage, verify
+from flows.store_cli import lineage, verify
 from flows.target_cli import target_app
 
 app = typer.Typer(
