@@ -1,14 +1,14 @@
-"""The command `eagle3 gc`: what it collects, and the table that it prints."""
+"""The command `eagle3 gc`: what it collects and prints."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from datetime import UTC, datetime
 
 from pydantic import ByteSize, TypeAdapter, ValidationError
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from eagle3_core.artifacts import ArtifactRef
 from eagle3_core.config import RunConfig, resolve_path
@@ -17,16 +17,14 @@ from eagle3_core.host.run_folder import used_by_runs
 from eagle3_core.lineage import find_artifact
 from eagle3_core.report.figures import format_bytes
 from eagle3_core.sections import RetentionConfig
-from eagle3_core.store.collect import Action, GcReport, collect_garbage, restore
+from eagle3_core.store.collect import GcReport, collect_garbage, restore
 from eagle3_core.store.local import LocalStore
 from eagle3_core.store.remote import RemoteStore
 from eagle3_core.store.trash import find_entry
+from flows.gc_table import gc_table
 
 MAX_DAYS = 36_500.0
 SECONDS = {"m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
-ORDER: tuple[Action, ...] = ("to trash", "purged", "restored", "in trash", "kept")
-STYLE = {"to trash": "yellow", "purged": "red", "restored": "green", "in trash": "cyan", "kept": "dim"}
-IN_DRY_RUN = {"to trash": "would go to trash", "purged": "would be purged"}
 
 
 def days(text: str) -> float:
@@ -123,7 +121,7 @@ def show(report: GcReport, as_json: bool) -> None:
         print(report.model_dump_json(indent=1))
         return
     console = Console()
-    console.print(gc_table(report))
+    console.print(gc_table(report, console.width, datetime.now(UTC)))
     restored = sum(line.bytes for line in report.lines if line.action == "restored")
     verb = "would move" if report.dry_run else "moved"
     console.print(
@@ -139,26 +137,6 @@ def show(report: GcReport, as_json: bool) -> None:
         console.print("the trash takes space until `--purge`; `--restore ID` takes an artifact back")
     for warning in report.warnings:
         console.print(f"[yellow]{escape(warning)}[/]", highlight=False, soft_wrap=True)
-
-
-def gc_table(report: GcReport) -> Table:
-    """What happens first, what is named and stays next, the rest last."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("what", no_wrap=True)
-    table.add_column("artifact", no_wrap=True)
-    table.add_column("size", justify="right", no_wrap=True)
-    table.add_column("made", no_wrap=True)
-    table.add_column("why", overflow="fold")
-    for line in sorted(report.lines, key=lambda line: (ORDER.index(line.action), not line.named)):
-        what = IN_DRY_RUN.get(line.action, line.action) if report.dry_run else line.action
-        table.add_row(
-            f"[{STYLE[line.action]}]{what}[/]",
-            line.artifact,
-            format_bytes(line.bytes),
-            line.created_at[:16].replace("T", " "),
-            escape("; ".join(line.reasons)),
-        )
-    return table
 
 
 def _artifacts(store: LocalStore, names: Sequence[str]) -> list[ArtifactRef]:

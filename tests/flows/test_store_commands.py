@@ -81,6 +81,31 @@ def test_gc_moves_says_why_restores_and_purges(store, runs, capsys, monkeypatch)
     assert store.trash().entries() == []
 
 
+def test_gc_is_readable_in_80_columns_and_says_all_in_wide_ones(store, runs, capsys, monkeypatch):
+    """Of each artifact a line, the reasons beside it in the last column."""
+    old, new = runs
+    monkeypatch.setenv("COLUMNS", "80")
+    assert eagle3(store, "gc", "--older-than", "1d", "--dry-run") == EXIT_OK
+    *table, closing = capsys.readouterr().out.splitlines()
+    assert max(map(len, table)) <= 80
+    assert f"would go  conversations/{old.conversations.id[:8]}  " in "\n".join(table)
+    start = table[0].index("why")
+    assert all(line[:start].isspace() or line[:8].rstrip() in ("what", "would go", "kept") for line in table)
+    reasons = " ".join(line[start:].strip() for line in table)
+    assert f"benchmark/{new.benchmark.id[:8]} was made from it and stays" in reasons
+    assert "would move 90 B" in closing
+    monkeypatch.setenv("COLUMNS", "160")
+    assert eagle3(store, "gc", "--older-than", "1d", "--dry-run") == EXIT_OK
+    assert f"{new.benchmark} was made from it and stays" in capsys.readouterr().out
+
+
+def test_gc_shows_an_artifact_whose_age_nobody_can_read(store, runs, capsys):
+    (store.folder(runs[0].export) / "manifest.json").write_text("{")
+    assert eagle3(store, "gc") == EXIT_OK
+    lines = capsys.readouterr().out.splitlines()
+    assert any(f"export/{runs[0].export.id[:8]}" in line and " –  " in line for line in lines)
+
+
 def test_gc_takes_the_policies_of_a_profile_and_options_replace_them(tmp_path, capsys):
     profile = stand_in_profile(tmp_path, retention={"older_than_days": 14, "keep": []})
     store = LocalStore(tmp_path / "workspace" / "store")
