@@ -14,6 +14,7 @@ name is known, so the graph ends there.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -115,14 +116,34 @@ def find_artifact(store: LocalStore, text: str) -> ArtifactRef:
     Raises:
         StoreError: none or several.
     """
+    if not _is_whole(text):
+        return _only_match(store, store.refs(), text)
+    ref = ArtifactRef.parse(text)
+    if store.find(ref) is None:
+        raise StoreError(f"{ref} is not in {store.place}", remedy="set --store or --workspace")
+    return ref
+
+
+def find_remains(store: LocalStore, text: str) -> ArtifactRef:
+    """As `find_artifact`, also of what has no manifest that can be read; a whole `kind/id` need not be there.
+
+    Raises:
+        StoreError: none or several begin so.
+    """
+    if _is_whole(text):
+        return ArtifactRef.parse(text)
+    return _only_match(store, (*store.refs(), *store.without_manifest()), text)
+
+
+def _is_whole(text: str) -> bool:
+    """Whether a text must be a whole `kind/id`, because no beginning is so long or no kind has that name."""
+    kind, separator, beginning = text.rpartition("/")
+    return bool(separator) and (kind not in ARTIFACT_KINDS or len(beginning) >= ID_LENGTH)
+
+
+def _only_match(store: LocalStore, refs: Iterable[ArtifactRef], text: str) -> ArtifactRef:
     kind, _, beginning = text.rpartition("/")
-    if "/" in text and (kind not in ARTIFACT_KINDS or len(beginning) >= ID_LENGTH):
-        ref = ArtifactRef.parse(text)
-        if store.find(ref) is None:
-            raise StoreError(f"{ref} is not in {store.place}", remedy="set --store or --workspace")
-        return ref
-    refs = [ref for ref in store.refs() if kind in ("", ref.kind)]
-    matches = [ref for ref in refs if beginning and ref.id.startswith(beginning)]
+    matches = [ref for ref in refs if kind in ("", ref.kind) and beginning and ref.id.startswith(beginning)]
     if len(matches) != 1:
         found = ", ".join(str(ref) for ref in matches[:5]) or "none"
         raise StoreError(

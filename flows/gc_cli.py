@@ -40,7 +40,7 @@ PurgeAfterOption = Annotated[
 ]
 PurgeOption = Annotated[bool, typer.Option("--purge", help="Remove for good what is in the trash already.")]
 RestoreOption = Annotated[
-    str | None, typer.Option("--restore", metavar="ID", help="Put an artifact back from the trash.")
+    str | None, typer.Option("--restore", metavar="KIND/ID", help="Put an artifact back from the trash.")
 ]
 
 
@@ -67,6 +67,8 @@ def gc(
     something that stays was made from, and what no newer artifact replaces: a capture only gives way to one
     that is complete and verified. Only --force overrides that. Without any policy the command only shows
     what there is. Moving is at once and can be undone with --restore; space is free after --purge.
+
+    An artifact is named KIND/ID or ID, of which the beginning is enough.
     """
     from flows import gc_view
 
@@ -79,7 +81,7 @@ def gc(
         return
     if purge and purge_after is not None:
         raise ConfigError("--purge removes all that is in the trash, --purge-after what is there for longer")
-    policy = gc_view.policy_of(config, keep_last, older_than, over, unreferenced, keep or [])
+    policy = gc_view.policy_of(place, config, keep_last, older_than, over, unreferenced, keep or [])
     after = gc_view.days(purge_after) if purge_after is not None else None
     if after is None and config is not None and policy.names_something:
         after = policy.purge_after_days

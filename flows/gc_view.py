@@ -10,11 +10,10 @@ from pydantic import ByteSize, TypeAdapter, ValidationError
 from rich.console import Console
 from rich.markup import escape
 
-from eagle3_core.artifacts import ArtifactRef
 from eagle3_core.config import RunConfig, resolve_path
 from eagle3_core.errors import ConfigError, StoreError
 from eagle3_core.host.run_folder import used_by_runs
-from eagle3_core.lineage import find_artifact
+from eagle3_core.lineage import find_remains
 from eagle3_core.report.figures import format_bytes
 from eagle3_core.sections import RetentionConfig
 from eagle3_core.store.collect import GcReport, collect_garbage, restore
@@ -55,6 +54,7 @@ def size(text: str) -> ByteSize:
 
 
 def policy_of(
+    store: LocalStore,
     config: RunConfig | None,
     keep_last: int | None,
     older_than: str | None,
@@ -62,14 +62,19 @@ def policy_of(
     unreferenced: bool,
     keep: Sequence[str],
 ) -> RetentionConfig:
-    """The profile's policies, each replaced by its option where that is given."""
+    """The profile's policies, each replaced by its option where that is given.
+
+    Raises:
+        ConfigError: a span, size or number that is none.
+        StoreError: `keep` names none or several artifacts of the store.
+    """
     base = config.retention if config else RetentionConfig()
     given = {
         "keep_last_captures": keep_last,
         "older_than_days": days(older_than) if older_than is not None else None,
         "max_bytes": size(over) if over is not None else None,
         "unreferenced": True if unreferenced else None,
-        "keep": (*base.keep, *keep) if keep else None,
+        "keep": (*base.keep, *(str(find_remains(store, name)) for name in keep)) if keep else None,
     }
     changes = {name: value for name, value in given.items() if value is not None}
     try:
@@ -99,7 +104,7 @@ def gc(
     report = collect_garbage(
         store,
         policy,
-        forced=_artifacts(store, force),
+        forced=[find_remains(store, name) for name in force],
         purge_after_days=purge_after_days,
         dry_run=dry_run,
         also_in_use=used_by_runs(resolve_path(workspace)),
@@ -137,7 +142,3 @@ def show(report: GcReport, as_json: bool) -> None:
         console.print("the trash takes space until `--purge`; `--restore ID` takes an artifact back")
     for warning in report.warnings:
         console.print(f"[yellow]{escape(warning)}[/]", highlight=False, soft_wrap=True)
-
-
-def _artifacts(store: LocalStore, names: Sequence[str]) -> list[ArtifactRef]:
-    return [ArtifactRef.parse(name) if "/" in name else find_artifact(store, name) for name in names]

@@ -239,6 +239,8 @@ def find_entry(
 ) -> TrashEntry:
     """The entry of the artifact that a person names by its name in the trash, KIND/ID or ID.
 
+    Of an id its beginning is enough.
+
     Args:
         entries: what is in the trash.
         text: what the person says.
@@ -249,8 +251,10 @@ def find_entry(
         StoreError: none, or several artifacts.
     """
     matches = [entry for entry in entries if text in (entry.name, str(entry.ref))]
-    if not matches and text:
-        matches = [entry for entry in entries if entry.ref.id.startswith(text)]
+    if not matches:
+        kind, _, beginning = text.rpartition("/")
+        of_kind = [entry for entry in entries if kind in ("", entry.ref.kind)]
+        matches = [entry for entry in of_kind if beginning and entry.ref.id.startswith(beginning)]
     if len({entry.ref for entry in matches}) != 1:
         found = ", ".join(sorted({str(entry.ref) for entry in matches or entries})[:5]) or "nothing"
         raise StoreError(f"{text!r} names no single artifact in the trash", expected=f"one of: {found}")

@@ -133,6 +133,32 @@ def test_gc_moves_what_a_person_names_whatever_needs_it(store, runs, capsys):
     assert capsys.readouterr().err.count("\n") == 1
 
 
+def test_every_command_takes_a_kind_and_the_beginning_of_an_id(store, runs, capsys):
+    old, new = runs
+    assert eagle3(store, "verify", f"export/{new.export.id[:7]}") == EXIT_OK
+    assert eagle3(store, "lineage", f"benchmark/{new.benchmark.id[:7]}", "--dot") == EXIT_OK
+    assert eagle3(store, "gc", "--older-than", "1d", "--keep", f"export/{old.export.id[:7]}") == EXIT_OK
+    assert set(store.refs()) == new.refs | old.refs - {old.benchmark}
+    assert eagle3(store, "gc", "--restore", f"benchmark/{old.benchmark.id[:7]}") == EXIT_OK
+    assert eagle3(store, "gc", "--force", f"capture/{new.capture.id[:7]}") == EXIT_OK
+    assert set(store.refs()) == (new.refs | old.refs) - {new.capture, new.verification}
+    capsys.readouterr()
+    for option in ("--keep", "--force", "--restore"):
+        assert eagle3(store, "gc", option, f"capture/{new.export.id[:7]}") == EXIT_USER_ERROR
+        assert eagle3(store, "gc", option, "export/") == EXIT_USER_ERROR
+    assert capsys.readouterr().err.count("\n") == 6
+
+
+def test_gc_takes_the_beginning_of_what_has_no_manifest_that_can_be_read(store, runs, capsys):
+    broken, half = runs[0].benchmark, store.root / "labels" / "fedcba9876543210"
+    (store.folder(broken) / "manifest.json").write_text("{")
+    half.mkdir()
+    for name in (f"benchmark/{broken.id[:7]}", "labels/fedcba9"):
+        assert eagle3(store, "gc", "--force", name) == EXIT_OK
+    assert broken not in store.refs()
+    assert not half.exists()
+
+
 @pytest.mark.parametrize("option", [("--older-than", "soon"), ("--over", "much"), ("--purge-after", "-3d")])
 def test_gc_refuses_spans_and_sizes_that_it_cannot_read(store, option, capsys):
     assert eagle3(store, "gc", *option) == EXIT_USER_ERROR
