@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +17,7 @@ import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from eagle3_core.errors import ConfigError
+from eagle3_core.overrides import Override, origin_of
 from eagle3_core.sections import (
     BenchmarkConfig,
     CaptureConfig,
@@ -181,12 +182,12 @@ def parse_stages(names: Iterable[str]) -> tuple[Stage, ...]:
     return tuple(stage for stage in STAGES if stage in wanted)
 
 
-def load_profile(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
-    """Read a YAML profile and apply `section.field=value` overrides (values are YAML).
+def load_profile(path: str | Path, overrides: Iterable[str | Override] = ()) -> RunConfig:
+    """Read a YAML profile and apply overrides, those of `--set` as `section.field=value` (values are YAML).
 
     Raises:
-        ConfigError: unreadable file, unknown key, wrong type or value out of range; one line that names the
-            field, what was found and what is expected.
+        ConfigError: unreadable file, unknown key, wrong type or value out of range; one line that names where
+            it comes from, the field, what was found and what is expected.
     """
     path = find_profile(path)
     try:
@@ -195,10 +196,10 @@ def load_profile(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
         raise ConfigError(f"cannot read the profile {path}: {error}") from error
     if not isinstance(document, dict):
         raise ConfigError(f"the profile {path} is not a mapping", expected="`section: {field: value}`")
-    overrides = list(overrides)
-    for override in overrides:
-        _apply_override(document, override)
-    return parse_config(document, source=f"{path} with overrides" if overrides else str(path))
+    given = [one if isinstance(one, Override) else Override.parse(one) for one in overrides]
+    for override in given:
+        override.apply(document)
+    return parse_config(document, str(path), given)
 
 
 def find_profile(name: str | Path) -> Path:
@@ -215,17 +216,28 @@ def find_profile(name: str | Path) -> Path:
     raise ConfigError(f"no profile {name}", expected=f"a YAML file or one of: {known}")
 
 
-def parse_config(document: dict[str, Any], source: str = "configuration") -> RunConfig:
+def parse_config(
+    document: dict[str, Any], source: str = "configuration", overrides: Sequence[Override] = ()
+) -> RunConfig:
     """Validate a mapping as a `RunConfig`.
 
+    Args:
+        document: the profile, with the overrides applied.
+        source: of what the overrides have not set.
+        overrides: in the order in which they were applied.
+
     Raises:
-        ConfigError: one line listing each wrong field.
+        ConfigError: one line listing each wrong field, by where it comes from.
     """
     try:
         return RunConfig.model_validate(document)
     except ValidationError as error:
+        by_origin: dict[str, list[str]] = {}
+        for problem in error.errors():
+            path, text = [str(part) for part in problem["loc"]], _describe(problem)
+            by_origin.setdefault(origin_of(source, overrides, path, text), []).append(text)
         raise ConfigError(
-            f"{source}: " + "; ".join(_describe(problem) for problem in error.errors()),
+            "; ".join(f"{origin}: {'; '.join(texts)}" for origin, texts in by_origin.items()),
             remedy="`eagle3 config` lists the fields",
         ) from error
 
@@ -241,21 +253,3 @@ def _describe(problem: Any) -> str:
     found = repr(problem["input"])
     shown = found if len(found) <= MAX_SHOWN_INPUT else f"{found[:MAX_SHOWN_INPUT]}..."
     return f"{where}: {problem['msg'].removeprefix('Value error, ')} (found {shown})"
-
-
-def _apply_override(document: dict[str, Any], override: str) -> None:
-    key, separator, text = override.partition("=")
-    if not separator or not key:
-        raise ConfigError(f"override {override!r}", expected="`section.field=value`")
-    *sections, field = key.split(".")
-    for section in sections:
-        document = document.setdefault(section, {})
-        if not isinstance(document, dict):
-            raise ConfigError(f"override {override!r}: {section} is not a section")
-    try:
-        document[field] = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(
-            f"override {override!r}: the value is not YAML ({getattr(error, 'problem', error)})",
-            remedy="quote it, as in `KEY='\"value\"'`",
-        ) from error

@@ -14,6 +14,7 @@ from typer.exceptions import TyperException
 
 from eagle3_core.config import load_profile, parse_stages
 from eagle3_core.errors import EXIT_BUG, EXIT_OK, EXIT_USER_ERROR, ConfigError, Eagle3Error
+from eagle3_core.overrides import Override
 from flows.capture_cli import capture_app
 from flows.gc_cli import gc
 from flows.options import (
@@ -147,8 +148,8 @@ def probe(
     """
     from flows.probe_view import probe_known, probe_target
 
-    wanted = [f"capture.engine={engine}"] if engine else []
-    wanted += [f"engine.device={device}"] if device else []
+    wanted = [Override("capture.engine", engine, f"--engine {engine}")] if engine else []
+    wanted += [Override("engine.device", device, f"--device {device}")] if device else []
     config = load_profile(profile, [*wanted, *(overrides or [])])
     if every:
         if target or fresh:

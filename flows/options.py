@@ -8,6 +8,7 @@ import typer
 
 from eagle3_core.config import STAGES, RunConfig, load_profile
 from eagle3_core.errors import ConfigError
+from eagle3_core.overrides import Override
 
 if TYPE_CHECKING:
     from eagle3_core.store.local import LocalStore
@@ -44,7 +45,8 @@ StoreOption = Annotated[
 
 def load(profile: str, limit: int | None, overrides: list[str] | None) -> RunConfig:
     """The profile with its overrides."""
-    return load_profile(profile, [*(overrides or []), *([f"limit={limit}"] if limit else [])])
+    rehearsal = [Override("limit", limit, f"--limit {limit}")] if limit else []
+    return load_profile(profile, [*(overrides or []), *rehearsal])
 
 
 def store_of(config: RunConfig | None, root: str | None, workspace: str) -> LocalStore:

@@ -16,6 +16,7 @@ from eagle3_core.config import (
     resolve_path,
 )
 from eagle3_core.errors import ConfigError
+from eagle3_core.overrides import Override
 
 MINIMAL = {"name": "a", "target": {"model": "m"}}
 
@@ -95,6 +96,34 @@ def test_a_bad_override_is_refused(override, message):
         load_profile("smollm2-135m-demo", [override])
 
 
+def refused(tmp_path, text, *overrides) -> str:
+    path = tmp_path / "p.yaml"
+    path.write_text(f"name: a\ntarget: {{model: m}}\n{text}")
+    with pytest.raises(ConfigError) as caught:
+        load_profile(path, overrides)
+    return str(caught.value).replace(str(path), "p.yaml")
+
+
+def test_a_wrong_value_is_laid_to_the_override_that_set_it_and_else_to_the_profile(tmp_path):
+    text = refused(tmp_path, "draft: {vocab_size: 1}\n", "limit=8", "train.num_epochs=many")
+    assert text.startswith("p.yaml: draft.vocab_size: ")
+    assert "; --set train.num_epochs=many: train.num_epochs: Input should be a valid integer" in text
+    assert "limit" not in text
+    both = refused(tmp_path, "", "train.num_epochs=0", "train={num_epochs: -1}")
+    assert both.startswith("--set train={num_epochs: -1}: train.num_epochs: ")
+    assert refused(tmp_path, "train: {num_epochs: 0}\n", "train.seed=1").startswith("p.yaml: train.num_")
+
+
+def test_values_that_do_not_fit_together_are_laid_to_the_profile_and_the_overrides_among_them(tmp_path):
+    text = refused(tmp_path, "draft: {fc_norm: true}\n", "draft.norm_before_fc=true", "draft.num_layers=1")
+    assert text.startswith("p.yaml with --set draft.norm_before_fc=true: draft: norm_before_fc and fc_norm")
+
+
+def test_a_wrong_value_of_another_option_is_laid_to_that_option(tmp_path):
+    limit = Override("limit", 2, "--limit 2")
+    assert refused(tmp_path, "", limit).startswith("--limit 2: limit: ")
+
+
 def test_a_profile_is_found_by_name_and_by_path():
     path = PROJECT_ROOT / "deployments" / "profiles" / "smollm2-135m-demo.yaml"
     assert find_profile("smollm2-135m-demo") == path
@@ -138,7 +167,7 @@ def test_every_field_says_what_it_means():
 
 
 def test_a_value_that_is_not_yaml_is_refused_with_its_override():
-    with pytest.raises(ConfigError, match=r"override 'data\.prompts=\[a': the value is not YAML"):
+    with pytest.raises(ConfigError, match=r"--set data\.prompts=\[a: the value is not YAML"):
         load_profile("smollm2-135m-demo", ["data.prompts=[a"])
 
 
