@@ -16,13 +16,13 @@ import os
 import shutil
 import threading
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from eagle3_core.artifacts import FileEntry
-from eagle3_core.errors import Eagle3Error
+from eagle3_core.errors import Eagle3Error, FolderInUseError
 from eagle3_core.store.calls import Call
 from eagle3_core.store.files import TEMPORARY_PREFIX, hash_file, write_atomic
 from eagle3_core.store.objects import ObjectClient
@@ -58,10 +58,16 @@ class Progress:
         client: of the bucket.
         folder: the mirror's folder of the artifact.
         prefix: the artifact's prefix in the bucket.
+        check_held: raises `FolderInUseError` if another process has taken the artifact over; asked before
+            anything is put or removed there.
     """
 
-    def __init__(self, client: ObjectClient, folder: Path, prefix: str) -> None:
+    def __init__(
+        self, client: ObjectClient, folder: Path, prefix: str, check_held: Callable[[], None]
+    ) -> None:
         self._client, self._folder, self._prefix = client, folder, prefix
+        self._check_held = check_held
+        self._taken_over: FolderInUseError | None = None
         self._thread: threading.Thread | None = None
         self._call: Call[FileEntry] | None = None
         self._is_closing = False
@@ -93,7 +99,12 @@ class Progress:
             position: grows from save to save, e.g. optimizer steps.
             files: names of files that are replaced whole, never changed.
             growing: names of files that are appended to.
+
+        Raises:
+            FolderInUseError: the save before found that another process has taken the artifact over.
         """
+        if self._taken_over is not None:
+            raise self._taken_over
         write_atomic(self._folder / PROGRESS_NAME, Saved(position=position).model_dump_json())
         if self._is_closing or self.is_saving:
             return
@@ -128,6 +139,7 @@ class Progress:
             for entry in map(self._entry, names):
                 if self._is_closing:
                     return
+                self._check_held()
                 same = known.get(entry.xxh3_128)
                 if same is not None and same.entry.path == entry.path:
                     files.append(same)
@@ -138,8 +150,12 @@ class Progress:
                     self._call.cancel()
                 files.append(SavedFile(entry=self._call.result(), key=key))
             saved = Saved(position=position, files=tuple(files))
+            self._check_held()
             self._client.put_bytes(f"{self._prefix}/{PROGRESS_NAME}", saved.model_dump_json().encode())
+            self._check_held()
             self._remove_others({file.key for file in files})
+        except FolderInUseError as error:
+            self._taken_over = error  # its newer owner's progress stays; the next save says so
         except (Eagle3Error, OSError) as error:
             if not self._is_closing:
                 logger.warning("the progress of %s is not in the bucket: %s", self._prefix, error)

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class Hold(Protocol):
-    """Something that this process must still hold whenever it writes a manifest."""
+    """Something that this process must still hold whenever it writes a manifest or progress."""
 
     def check(self) -> None:
         """Raise `FolderInUseError` if another process has taken it over."""
@@ -68,7 +68,7 @@ class RemoteWriter(ArtifactWriter):
         self.files: dict[str, FileEntry] = self._proven | {entry.path: entry for entry in intact}
         self._latest = latest
         self._uploader = Uploader(store.enduring, int(store.settings.upload_backlog_bytes), self._take_proven)
-        self.progress = Progress(store.client, self.folder, str(self.ref))
+        self.progress = Progress(store.client, self.folder, str(self.ref), self._lock.check)
         if not self.is_complete:
             self._begin(intact, is_new=found is None)
 
@@ -117,7 +117,11 @@ class RemoteWriter(ArtifactWriter):
         self._folder_lock.check()
 
     def save_progress(self, position: int, files: Sequence[str], growing: Sequence[str] = ()) -> None:
-        """Put what a resume needs in the bucket, in the background, so that another host can go on."""
+        """Put what a resume needs in the bucket, in the background, so that another host can go on.
+
+        Raises:
+            FolderInUseError: the save before found that another process has taken the artifact over.
+        """
         self.progress.save(position, files, growing)
 
     def complete(self, files: Iterable[Path] = (), seconds: float | None = None, **facts: Any) -> Manifest:

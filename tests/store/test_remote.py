@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import random
 import time
 from pathlib import Path
@@ -19,9 +20,11 @@ from eagle3_core.errors import (
     StoreError,
 )
 from eagle3_core.sections import ObjectStoreConfig
+from eagle3_core.store import lease as leases
 from eagle3_core.store import object_wire, objects, uploads
 from eagle3_core.store.condemned import condemn
 from eagle3_core.store.files import file_entry
+from eagle3_core.store.progress import Progress
 from eagle3_core.store.remote import RemoteStore
 from tests.doubles.s3 import BUCKET, MIB, S3, Answer, Cut, Request, Slow, first
 
@@ -314,6 +317,37 @@ def test_what_lies_here_is_not_replaced_by_an_older_save(s3: S3, tmp_path: Path)
     s3.proxy.rules.clear()
     with store.writer(SMALL) as writer:
         assert (writer.folder / "resume.json").read_text() == "step 2"
+
+
+def test_who_was_followed_leaves_the_progress_of_the_new_owner_alone(
+    s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This host stands still for long; another one takes the artifact over and gets further."""
+    here, there = make_store(s3, tmp_path / "here"), make_store(s3, tmp_path / "there")
+
+    def save(progress: Progress, folder: Path, step: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"resume-{step}.pt").write_bytes(b"%d" % step * 50)
+        progress.save(step, [f"resume-{step}.pt"], [])
+        wait_for(lambda: not progress.is_saving)
+
+    with contextlib.suppress(StopError), here.writer(SMALL) as writer:
+        save(writer.progress, writer.folder, 1)
+        owner = {"process": "12:34:there", "boot": "another", "host": "gpu-7", "token": "theirs"}
+        there.client.put_bytes(f"{SMALL.ref}/.lease", json.dumps(owner).encode())
+        newer = Progress(there.client, there.folder(SMALL.ref), str(SMALL.ref), lambda: None)
+        save(newer, there.folder(SMALL.ref), 7)
+        keys = s3.keys()
+        monkeypatch.setattr(leases, "_now", lambda: time.clock_gettime(time.CLOCK_BOOTTIME) + 200.0)
+        save(writer.progress, writer.folder, 2)
+        assert s3.keys() == keys
+        with pytest.raises(FolderInUseError, match=r"taken over by another process \(process 12 on gpu-7"):
+            writer.save_progress(3, ["resume-2.pt"])
+        raise StopError
+    saved = there.client.get_bytes(f"{SMALL.ref}/.progress.json")
+    assert saved is not None
+    assert json.loads(saved[0])["position"] == 7
+    assert [path.name for path in here.folder(SMALL.ref).glob(".*progress-*")] == []
 
 
 def test_the_store_is_written_before_anything_relies_on_it(s3: S3, tmp_path: Path) -> None:
