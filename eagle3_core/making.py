@@ -21,6 +21,7 @@ from eagle3_core.data.ledger import Ledger
 from eagle3_core.errors import FolderInUseError, StoreError, VerificationError
 from eagle3_core.estimate.run import estimate_run
 from eagle3_core.host.lines import without_secrets
+from eagle3_core.notices import resumed_at
 from eagle3_core.planning import STAGE_INPUTS, RunPlan
 from eagle3_core.serving.acceptance import check_acceptance
 from eagle3_core.stage_run import StageOutcome, StageRun
@@ -185,7 +186,7 @@ def train(run: StageRun) -> StageOutcome:
     result = TrainResult.model_validate(outcome.result)
     message = outcome.message
     if result.resumed_from_step is not None and not outcome.reused:
-        message += f"; it went on from step {result.resumed_from_step:,}"
+        message += f"; {resumed_at(result.resumed_from_step, result.num_planned_steps)}"
     if result.early_stop:
         message += f"; {result.early_stop}"
     return outcome.model_copy(update={"message": message})

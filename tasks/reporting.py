@@ -26,6 +26,7 @@ from eagle3_core.contracts import ProgressEvent
 from eagle3_core.errors import StoreError
 from eagle3_core.host.lines import guess_level
 from eagle3_core.lineage import trace
+from eagle3_core.notices import is_notice
 from eagle3_core.pipeline import StageError
 from eagle3_core.stage_run import Callbacks, StageOutcome
 from eagle3_core.store.local import LocalStore
@@ -66,7 +67,7 @@ class StageReporter:
             self._second, self._in_second = second, 0
         self._in_second += 1
         level = guess_level(text)
-        if self._in_second > MAX_LINES_PER_SECOND and level < logging.WARNING:
+        if self._in_second > MAX_LINES_PER_SECOND and level < logging.WARNING and not is_notice(text):
             self._left_out += 1
             return
         self._logger.log(level, "%s", text)

@@ -16,6 +16,7 @@ from rich.text import Text
 from eagle3_core.config import Stage
 from eagle3_core.contracts import ProgressEvent
 from eagle3_core.host.run_folder import RunFolder
+from eagle3_core.notices import is_notice
 from eagle3_core.stage_run import StageOutcome
 
 PLAIN_PROGRESS_SECONDS = 15.0
@@ -78,16 +79,17 @@ class RichTerminal(Terminal):
         self._last_plain = time.monotonic()
 
     def line(self, stage: Stage, text: str, level: int) -> None:
-        """Errors, and warnings of our own; an engine's warnings are in the log.
+        """Errors, and warnings and notices of our own; an engine's warnings are in the log.
 
         A limit is checked by the step and again by the run, so the same words can come twice: once is enough.
         """
-        if level >= logging.ERROR or (level >= logging.WARNING and OWN_LOGGER in text):
+        is_shown = level >= logging.ERROR or (level >= logging.WARNING and OWN_LOGGER in text)
+        if is_shown or is_notice(text):
             text = OWN_PREFIX.sub("", text)
             if text == self._last_line:
                 return
             self._last_line = text
-            style = "red" if level >= logging.ERROR else "yellow"
+            style = "red" if level >= logging.ERROR else "yellow" if is_shown else None
             self._console.print(f"  {text}", style=style, markup=False, highlight=False, soft_wrap=True)
 
     def progress(self, stage: Stage, event: ProgressEvent) -> None:

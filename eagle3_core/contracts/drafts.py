@@ -51,6 +51,9 @@ class TrainResult(Message):
     num_steps: int
     num_parameters: int = Field(description="Trained parameters.")
     resumed_from_step: int | None
+    num_planned_steps: int | None = Field(
+        default=None, description="Of all epochs; more than `num_steps` where training ended early."
+    )
     tokens_per_second: float | None = Field(
         description="Packed tokens of this step per second, without its first optimizer step."
     )

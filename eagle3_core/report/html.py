@@ -11,6 +11,7 @@ from markupsafe import Markup
 
 from eagle3_core.config import RunConfig
 from eagle3_core.host.run_folder import StageRecord
+from eagle3_core.notices import resumed_at
 from eagle3_core.report import charts
 from eagle3_core.report.curves import Curve, TrainingCurves
 from eagle3_core.report.figures import format_bytes, format_count, format_rate, format_seconds
@@ -47,6 +48,7 @@ def render_html(summary: RunSummary, config: RunConfig, curves: TrainingCurves |
             config_yaml=yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True),
             device=config.engine.device,
             kept=kept_index(summary.training) if summary.training else None,
+            resumed=resumed_text(summary.training) if summary.training else "",
         )
     )
 
@@ -69,6 +71,12 @@ def speed_text(benchmark: BenchmarkSummary, device: str) -> str:
             "checks them in about the time of one."
         )
     return f"{measured} Here the draft slows the target down: it should not be served as it is."
+
+
+def resumed_text(training: TrainingSummary) -> str:
+    """That training was interrupted and where it went on; empty where it was not."""
+    step = training.resumed_from_step
+    return "" if step is None else f"Training {resumed_at(step, training.num_planned_steps)}."
 
 
 def kept_index(training: TrainingSummary) -> int | None:

@@ -39,6 +39,8 @@ class TrainingSummary(_Part):
         default=(), description="All looks at the held-out split, also within epochs."
     )
     kept: tuple[KeptWeights, ...] = Field(default=(), description="The best of them, the best first.")
+    num_planned_steps: int | None = Field(default=None, description="Steps of all epochs.")
+    resumed_from_step: int | None = Field(default=None, description="None where it was not interrupted.")
     early_stop: str = ""
     num_empty_packs: int = 0
     num_skipped_steps: int = 0

@@ -72,7 +72,7 @@ class History:
         looks = "1 evaluation" if since == 1 else f"{since} evaluations"
         gain = f" of {train.early_stop_min_gain:g}" if train.early_stop_min_gain else ""
         return (
-            f"training stopped after step {self.looks[-1].step:,}: {looks} without a gain{gain} "
+            f"stopped early at step {self.looks[-1].step:,}: {looks} without a gain{gain} "
             f"in held-out acceptance length, of which the best is {max(self.lengths):.3f}"
         )
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from eagle3_core.config import RunConfig
 from eagle3_core.contracts import EpochMetrics
 from eagle3_core.errors import TrainingError
+from eagle3_core.notices import give_notice, resumed_at
 from eagle3_core.training.ahead import ReadAhead
 from eagle3_core.training.checkpoint import ResumeFolder
 from eagle3_core.training.epoch_data import EpochData
@@ -53,7 +54,9 @@ class Outcome:
     """What a finished run leaves beside the weights, which the draft then holds."""
 
     num_steps: int
+    num_planned_steps: int
     resumed_from_step: int | None
+    early_stop: str
     history: History
     meter: Meter
 
@@ -122,14 +125,17 @@ class Trainer:
         with self.keeper, contextlib.ExitStack() as stack:
             if self.metrics is not None:
                 stack.callback(self.metrics.close)
-            while self.position.epoch < self.config.train.num_epochs and not self._is_stopped():
+            while self.position.epoch < self.config.train.num_epochs and not self._early_stop():
                 self._epoch()
             self.keeper.load_best()
         logger.info("training stood still for %.1f s while it was saved", self.keeper.blocked_seconds)
-        return Outcome(self.position.step, resumed, self.history, self.meter)
+        early_stop = self._early_stop()
+        return Outcome(self.position.step, self.num_steps, resumed, early_stop, self.history, self.meter)
 
-    def _is_stopped(self) -> bool:
-        return bool(self.history.early_stop(self.config.train))
+    def _early_stop(self) -> str:
+        """Why training ends here; empty while it should not, and where it has come to its end anyway."""
+        is_over = self.position.step >= self.num_steps
+        return "" if is_over else self.history.early_stop(self.config.train)
 
     def _epoch(self) -> None:
         position = self.position
@@ -143,7 +149,7 @@ class Trainer:
                 waited = self._data.waited_seconds = ahead.waited_seconds
                 self._report()
                 began = ended + self._pause(len(plan))
-                if self._is_stopped():
+                if self._early_stop():
                     return
         self._look(is_epoch_end=True)
 
@@ -299,8 +305,8 @@ class Trainer:
         if is_epoch_end:
             position.start_epoch(position.epoch + 1, train.ttt_steps)
         self.keeper.remember(look, found.benchmark, position.document)
-        if reason := self.history.early_stop(train):
-            logger.info("%s", reason)
+        if reason := self._early_stop():
+            give_notice(reason)
 
     def _restore(self) -> int | None:
         """Take up the newest checkpoint; returns its step, or None for a fresh start.
@@ -326,7 +332,7 @@ class Trainer:
                 self.position.epoch + 1,
             )
         self.position.samples = samples
-        logger.info("resuming from step %d of %d", self.position.step, self.num_steps)
+        give_notice(resumed_at(self.position.step, self.num_steps))
         return self.position.step
 
 

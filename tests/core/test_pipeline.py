@@ -358,11 +358,13 @@ def test_a_stage_waits_for_a_run_that_makes_the_same_and_takes_what_that_made(ve
 def test_a_training_that_went_on_or_stopped_early_says_so_where_the_stage_is_reported(verified, monkeypatch):
     outcome = run_stage("train", verified, "r")
     assert "step" not in outcome.message
-    told = {"resumed_from_step": 1200, "early_stop": "training stopped after step 1,400"}
+    told = {"resumed_from_step": 1200, "early_stop": "stopped early at step 1,400: why"}
     made = outcome.model_copy(update={"result": outcome.result | told})
     monkeypatch.setattr(making, "make", lambda stage: lambda run: made)
     message = run_stage("train", verified, "r").message
-    assert message == f"{outcome.message}; it went on from step 1,200; training stopped after step 1,400"
+    assert message == f"{outcome.message}; resumed at step 1,200; stopped early at step 1,400: why"
+    made = made.model_copy(update={"result": made.result | {"num_planned_steps": 4000}})
+    assert "; resumed at step 1,200 of 4,000; " in run_stage("train", verified, "r").message
 
 
 def test_quarantined_samples_are_named_where_the_stage_is_reported(monkeypatch):

@@ -59,6 +59,25 @@ def test_the_page_leads_with_the_acceptance_length_and_what_it_was_measured_on(t
     assert "expected on a CPU" in text
 
 
+def test_the_page_says_that_training_was_resumed_and_stopped_early(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = {
+        "resumed_from_step": 1200,
+        "num_planned_steps": 4000,
+        "early_stop": "stopped early at step 9: why",
+    }
+    trained = example.TRAIN.model_copy(update=told)
+    made = [tuple(trained if part is example.TRAIN else part for part in row) for row in example.KINDS]
+    monkeypatch.setattr(example, "KINDS", made)
+    folder, store = example.make_run(tmp_path)
+    write_report(folder.path, store)
+    text = read_page(folder.path / "report.html").text
+    assert "Training resumed at step 1,200 of 4,000. Stopped early at step 9: why." in text
+    summary = json.loads((folder.path / "summary.json").read_text())
+    assert summary["training"]["resumed_from_step"] == 1200
+
+
 def test_the_page_loads_nothing_and_runs_nothing(tmp_path: Path) -> None:
     folder, store = example.make_run(tmp_path)
     write_report(folder.path, store)

@@ -44,6 +44,14 @@ def test_a_warning_is_shown_without_its_origin_and_once_if_step_and_run_give_it(
     assert text.getvalue().splitlines() == ["benchmark ...", "  too low"]
 
 
+def test_a_notice_of_a_step_is_a_line_at_the_terminal_and_other_lines_stay_in_the_log(screen):
+    terminal, text = screen
+    terminal.stage_started("train")
+    terminal.line("train", "2026-01-02 03:04:05,678 I eagle3_core.training.loop: epoch 1 of 8", 20)
+    terminal.line("train", "2026-01-02 03:04:05,678 I eagle3_core.notice: resumed at step 7 of 20", 20)
+    assert text.getvalue().splitlines() == ["train ...", "  resumed at step 7 of 20"]
+
+
 def test_progress_is_described_in_words(prefect_home):
     from tasks.reporting import describe
 

@@ -64,7 +64,7 @@ def test_why_training_stops_is_said_with_figures() -> None:
     train = TrainConfig(early_stop_evaluations=2, early_stop_min_gain=0.1)
     assert history(1.5, 1.55).early_stop(train) == ""
     assert history(1.5, 1.55, 1.58).early_stop(train) == (
-        "training stopped after step 30: 2 evaluations without a gain of 0.1 in held-out acceptance "
+        "stopped early at step 30: 2 evaluations without a gain of 0.1 in held-out acceptance "
         "length, of which the best is 1.580"
     )
     assert history(1.5, 1.4, 1.3).early_stop(TrainConfig()) == ""

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from eagle3_core.contracts import StepSpec, TrainResult
 from eagle3_core.errors import TrainingError
+from eagle3_core.notices import NOTICES
 from eagle3_core.sections import TrainConfig
 from eagle3_core.store.local import LocalStore
 from eagle3_core.store.samples import SampleSource
@@ -147,17 +148,29 @@ def test_training_looks_within_epochs_and_keeps_the_best_weights(
 
 
 def test_training_stops_when_acceptance_stands_still_and_serves_the_best(
-    tmp_path: Path, tiny_target: TargetInfo, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tiny_target: TargetInfo, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     lengths_of_looks(monkeypatch, 1.2, 1.3, 1.31, 1.32, 1.5)
     settings = {"num_epochs": 5, "early_stop_evaluations": 2, "early_stop_min_gain": 0.05}
     spec = spec_of(tmp_path, tiny_target, train=settings)
+    caplog.set_level("INFO", logger=NOTICES)
     result = run(spec)
+    assert [record.message for record in caplog.records if record.name == NOTICES] == [result.early_stop]
+    assert result.num_planned_steps == result.num_steps * 5 // 4
     assert len(result.epochs) == 4
     assert result.best_epoch == 3
-    assert result.early_stop.startswith(f"training stopped after step {result.num_steps}: 2 evaluations")
+    assert result.early_stop.startswith(f"stopped early at step {result.num_steps}: 2 evaluations")
     manifest = LocalStore(spec.config.store_path).read(spec.outputs["checkpoint"].ref)
     assert TrainResult.model_validate(manifest.facts["result"]).early_stop == result.early_stop
+
+
+def test_a_training_that_stands_still_at_its_very_end_has_not_stopped_early(
+    tmp_path: Path, tiny_target: TargetInfo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths_of_looks(monkeypatch, 1.2, 1.1)
+    result = run(spec_of(tmp_path, tiny_target, train={"num_epochs": 2, "early_stop_evaluations": 1}))
+    assert (len(result.epochs), result.early_stop) == (2, "")
+    assert result.num_steps == result.num_planned_steps
 
 
 def test_metrics_have_speed_waiting_memory_and_acceptance_and_progress_shows_them(

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from eagle3_core.contracts import StepSpec, TrainResult
 from eagle3_core.errors import StoreError, TrainingError
 from eagle3_core.identity import plan_verification
+from eagle3_core.notices import NOTICES
 from eagle3_core.store.local import LocalStore
 from eagle3_core.target.info import TargetInfo
 from eagle3_core.training import train
@@ -77,14 +78,19 @@ def expect_equal(spec: StepSpec, other: StepSpec) -> None:
 
 
 def test_killed_at_7_and_in_the_second_epoch_and_resumed_equals_20_steps_straight(
-    straight: tuple[StepSpec, TrainResult], killed_at_seven: StepSpec, tmp_path: Path
+    straight: tuple[StepSpec, TrainResult],
+    killed_at_seven: StepSpec,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     spec = copied(killed_at_seven, tmp_path)
     run_killed(spec, 16, tmp_path)
     quiet = Quiet()
+    caplog.set_level("INFO", logger=NOTICES)
     result = train.run(spec, quiet)  # type: ignore[arg-type]
     assert result.resumed_from_step is not None
     assert 10 <= result.resumed_from_step < 16
+    assert f"resumed at step {result.resumed_from_step} of {NUM_STEPS}" in caplog.messages
     assert quiet.steps == list(range(result.resumed_from_step + 1, NUM_STEPS + 1))
     assert result.num_steps == NUM_STEPS
     expect_equal(spec, straight[0])
