@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import torch
@@ -94,7 +95,7 @@ class StepComputer:
 
         Args:
             plan: of the step.
-            packs: this rank's of it, with labels.
+            packs: this rank's of it, with labels; not asked for more, which would wait for the next step's.
             epoch: from 0; noise differs by it.
         """
         train = self._config.train
@@ -102,7 +103,7 @@ class StepComputer:
         sums = torch.zeros(len(weights), dtype=torch.float64, device=self.device)
         self._chosen = []
         with self._weights.whole():
-            for number, pack in enumerate(packs, start=1):
+            for number, pack in enumerate(islice(packs, len(plan.mine)), start=1):
                 noisy = with_noise(pack.to(self.device), train, self._draft.hidden_size, epoch)
                 parts = self._losses(noisy, weights)
                 is_last = number == len(plan.mine)
