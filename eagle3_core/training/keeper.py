@@ -107,10 +107,12 @@ class Keeper:
         self._cut_metrics(state["metrics_bytes"])
         return dict(state["position"])
 
-    def load_best(self) -> None:
-        """Give the parameters the weights of the best evaluation."""
+    def wait(self) -> None:
+        """Wait until the last checkpoint is written; raises what could not be."""
         self._saver.wait()
-        self._agree(True)  # the others read what the first rank has written
+
+    def load_best(self) -> None:
+        """Give the parameters the weights of the best evaluation, as the first rank has written them."""
         restore_parameters(self._parameters, self._folder.load_weights(self.history.best_files(1)[0]))
 
     @property

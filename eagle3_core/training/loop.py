@@ -127,6 +127,8 @@ class Trainer:
                 stack.callback(self.metrics.close)
             while self.position.epoch < self.config.train.num_epochs and not self._early_stop():
                 self._epoch()
+            self.keeper.wait()
+            self.ranks.wait()  # however long a full disk keeps the first one
             self.keeper.load_best()
         logger.info("training stood still for %.1f s while it was saved", self.keeper.blocked_seconds)
         early_stop = self._early_stop()
