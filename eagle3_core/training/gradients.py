@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
+LM_HEAD = "lm_head.weight"
 GROUP_ELEMENTS = 1 << 24
 """Small gradients are sent together, up to so many numbers (64 MiB)."""
 Group = list[str]
@@ -24,16 +25,18 @@ Wait = Callable[[], object]
 def sending_order(parameters: Mapping[str, Parameter]) -> list[str]:
     """Names in about the order in which a backward pass completes the gradients.
 
-    What stands outside the decoder layers comes first, then layers from the last to the first, each from its
-    end. Vectors are small enough to go last, all together.
+    The LM head comes first, whose gradient the loss has made; then what else stands outside the decoder
+    layers, and layers from the last to the first, each from its end. Vectors are small enough to go last, all
+    together.
 
     Args:
         parameters: by name, in the order of the draft's modules.
     """
     places = {name: place for place, name in enumerate(parameters)}
 
-    def turn(name: str) -> tuple[bool, bool, int]:
-        return parameters[name].ndim == 1, name.startswith("layers."), -places[name]
+    def turn(name: str) -> tuple[bool, bool, bool, int]:
+        is_vector, in_layer = parameters[name].ndim == 1, name.startswith("layers.")
+        return is_vector, name != LM_HEAD, in_layer, -places[name]
 
     return sorted(parameters, key=turn)
 

@@ -9,8 +9,11 @@ import torch
 from torch.nn import Parameter
 
 from benchmarks.train_sides import SHAPES, make_draft, make_samples, ours
-from eagle3_core.training.draft import trained_parameters
+from eagle3_core.training.draft import teacher_of, trained_parameters
 from eagle3_core.training.gradients import GradientSender, Group, begin_sum, grouped, sending_order
+from eagle3_core.training.loader import build_pack
+from eagle3_core.training.loss import pack_loss, step_weights
+from eagle3_core.training.ttt import ttt_forward
 
 pytestmark = pytest.mark.engine
 
@@ -61,6 +64,22 @@ def test_matrices_of_a_draft_leave_while_others_are_still_computed() -> None:
     assert recorder.waited == []
     sender.finish()
     assert recorder.sent == recorder.waited == groups
+
+
+def test_a_trained_lm_head_leaves_before_the_backward_pass_reaches_the_layers() -> None:
+    torch.manual_seed(0)
+    shape = SHAPES["cpu-small"]
+    draft = make_draft(shape, "cpu")
+    draft.lm_head.weight.requires_grad_(True)
+    pack, teacher = build_pack(make_samples(shape, 0.5), 2), teacher_of(draft, torch.bfloat16)
+    sender, recorder, groups = sender_of(trained_parameters(draft), limit=1)
+    hidden, weights = ttt_forward(draft, pack, torch.bfloat16), step_weights(pack.plan.counts, 1.0)
+    parts = pack_loss(hidden, draft.lm_head.weight, pack.final_states, teacher, pack.plan, weights)
+    with sender.early():
+        parts.loss.backward()
+    assert recorder.sent[0] == ["lm_head.weight"]
+    assert recorder.complete[0] == {"lm_head.weight"}
+    assert recorder.sent == groups
 
 
 def test_a_group_waits_for_those_before_it_and_a_missing_gradient_becomes_zeros() -> None:
