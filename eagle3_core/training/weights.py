@@ -147,12 +147,12 @@ class ShardedWeights:
         padded = gradient.contiguous()
         if missing:
             padded = torch.cat([padded, padded.new_zeros(missing, *gradient.shape[1:])])
+        whole[name].grad = None  # what is sent may be a copy, which the work keeps
         own = padded.new_empty(most, *gradient.shape[1:])
         work = REDUCE_SCATTER(own, padded, async_op=True)
 
         def wait() -> None:
             work.wait()
-            whole[name].grad = None
             self._keep(name, own)
 
         return wait
