@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -37,7 +36,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from tests.training.test_gather import parameters, train_config
 from tests.training.test_keeper import go_on
 folder, optimizer = Path(sys.argv[1]), sys.argv[2]
-dist.init_process_group("gloo")
+dist.init_process_group(
+    "gloo", init_method=f"file://{folder}/meet", rank=int(sys.argv[3]), world_size=int(sys.argv[4])
+)
 mesh = init_device_mesh("cpu", (dist.get_world_size(),))
 named = {
     name: torch.nn.Parameter(distribute_tensor(whole.detach(), mesh, [Shard(0)]))
@@ -98,21 +99,11 @@ def go_on(
 
 def run_ranks(folder: Path, optimizer: str, ranks: int) -> None:
     """Three steps on gloo ranks."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = os.environ | {
-        "PYTHONPATH": python_path(),
-        "OMP_NUM_THREADS": "1",
-        "WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
     running = [
         subprocess.Popen(
-            [sys.executable, "-c", RANK, str(folder), optimizer],
+            [sys.executable, "-c", RANK, str(folder), optimizer, str(rank), str(ranks)],
             cwd=PROJECT_ROOT,
-            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            env=os.environ | {"PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"},
             stderr=subprocess.PIPE,
             text=True,
         )
