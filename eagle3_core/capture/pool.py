@@ -123,9 +123,11 @@ class EnginePool:
                 session = self._room.guard.patiently(
                     lambda: _Session(self, replica), self._staging.path, 0, "an engine's session"
                 )
-                end = replica.run(session.job, session.hooks)
-                self._pauses.set(replica.index, None)
-                shutil.rmtree(session.job.folder, ignore_errors=True)
+                try:
+                    end = replica.run(session.job, session.hooks)
+                finally:
+                    self._pauses.set(replica.index, None)
+                    shutil.rmtree(session.job.folder, ignore_errors=True)
                 if end.kind == "done" and not session.shards:
                     return
                 self._judge(replica, session, end)

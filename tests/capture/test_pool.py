@@ -12,10 +12,10 @@ import pytest
 
 from eagle3_core.artifacts import FileEntry
 from eagle3_core.capture import extract, verify
-from eagle3_core.capture.shard_queue import Staging
+from eagle3_core.capture.shard_queue import ShardQueue, Staging
 from eagle3_core.config import PROJECT_ROOT
 from eagle3_core.contracts import ExtractResult, StepOutcome, StepSpec
-from eagle3_core.errors import CaptureError
+from eagle3_core.errors import CaptureError, StoreError
 from eagle3_core.host.engine_environment import engine_environment
 from eagle3_core.step import Progress
 from eagle3_core.store.local import LocalStore
@@ -147,6 +147,21 @@ def test_an_error_of_any_length_arrives_and_ends_the_stage_at_once(
     monkeypatch.setenv("FAULT_LOAD", "complains")
     with pytest.raises(CaptureError, match=r"^the engine takes none of ü+$"):
         extract.run(spec_of(tmp_path, target), PROGRESS)
+
+
+def test_nothing_is_left_of_a_session_whose_shard_could_not_be_published(
+    tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> bool:
+        raise StoreError("the store is gone")
+
+    monkeypatch.setattr(ShardQueue, "publish", refuse)
+    spec = spec_of(tmp_path, target)
+    with pytest.raises(StoreError, match="the store is gone"):
+        extract.run(spec, PROGRESS)
+    staging = Staging(LocalStore(spec.config.store_path), spec.outputs["capture"].ref)
+    assert staging.sessions.is_dir()
+    assert list(staging.sessions.iterdir()) == []
 
 
 def test_a_load_that_hangs_is_ended_after_its_time(
