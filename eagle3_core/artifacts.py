@@ -71,6 +71,11 @@ class ArtifactRef(_Record):
             )
         return cls(kind=kind, id=identifier)  # type: ignore[arg-type]
 
+    def is_named(self, text: str) -> bool:
+        """Whether a person may mean it by `kind/id`, or by an id alone; of an id its beginning is enough."""
+        kind, _, beginning = text.rpartition("/")
+        return kind in ("", self.kind) and bool(beginning) and self.id.startswith(beginning)
+
 
 class FileEntry(_Record):
     """One file of an artifact."""

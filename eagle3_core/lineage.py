@@ -142,8 +142,7 @@ def _is_whole(text: str) -> bool:
 
 
 def _only_match(store: LocalStore, refs: Iterable[ArtifactRef], text: str) -> ArtifactRef:
-    kind, _, beginning = text.rpartition("/")
-    matches = [ref for ref in refs if kind in ("", ref.kind) and beginning and ref.id.startswith(beginning)]
+    matches = [ref for ref in refs if ref.is_named(text)]
     if len(matches) != 1:
         found = ", ".join(str(ref) for ref in matches[:5]) or "none"
         raise StoreError(

@@ -252,9 +252,7 @@ def find_entry(
     """
     matches = [entry for entry in entries if text in (entry.name, str(entry.ref))]
     if not matches:
-        kind, _, beginning = text.rpartition("/")
-        of_kind = [entry for entry in entries if kind in ("", entry.ref.kind)]
-        matches = [entry for entry in of_kind if beginning and entry.ref.id.startswith(beginning)]
+        matches = [entry for entry in entries if entry.ref.is_named(text)]
     if len({entry.ref for entry in matches}) != 1:
         found = ", ".join(sorted({str(entry.ref) for entry in matches or entries})[:5]) or "nothing"
         raise StoreError(f"{text!r} names no single artifact in the trash", expected=f"one of: {found}")
