@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,17 +29,26 @@ from tests.capture.runs import capture_spec, make_samples
 from tests.tiny import make_tiny_target
 
 NUM_SAMPLES = 10
+ANSWER_TOKENS = 8
 
 
-def greedy_samples(target: Path, num_tokens: int = 8) -> list[Sample]:
-    """Prompts of random ids with the target's own greedy answers."""
+def greedy_samples(
+    target: Path, lengths: Sequence[int] = range(12, 12 + NUM_SAMPLES), vocab_size: int = 500
+) -> list[Sample]:
+    """Prompts of random ids with the target's own greedy answers.
+
+    Args:
+        target: folder.
+        lengths: tokens of each prompt.
+        vocab_size: ids of prompts are below it.
+    """
     model = ReferenceModel(inspect_target(target), "float32")
     samples = []
-    for sample in make_samples([12 + i for i in range(NUM_SAMPLES)]):
+    for sample in make_samples(lengths, vocab_size):
         ids = sample.input_ids.tolist()
-        for _ in range(num_tokens):
+        for _ in range(ANSWER_TOKENS):
             ids.append(int(model.forward(torch.tensor(ids), ())[1][-1].argmax()))
-        mask = np.array([0] * len(sample) + [1] * num_tokens, np.uint8)
+        mask = np.array([0] * len(sample) + [1] * ANSWER_TOKENS, np.uint8)
         samples.append(
             replace(sample, input_ids=np.array(ids, np.int32), loss_mask=mask, prompt_length=len(sample))
         )

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
 from eagle3_core.capture import extract, verify
-from eagle3_core.capture.reference import ReferenceModel
 from eagle3_core.step import Progress
-from eagle3_core.store.dataset import Sample
 from eagle3_core.target.info import TargetInfo, inspect_target
 from eagle3_core.target.weights import read_embedding, read_lm_head
 from eagle3_core.training import train
-from tests.capture.runs import capture_spec, make_samples, verify_spec
+from tests.capture.damage import greedy_samples
+from tests.capture.runs import capture_spec, verify_spec
 from tests.tiny import make_tiny_target
 from tests.training import examples
 
@@ -27,7 +24,6 @@ pytestmark = pytest.mark.engine
 
 NUM_LAYERS = 4
 AUX_IDS = [1, 2, 3]
-ANSWER_TOKENS = 8
 
 
 @pytest.fixture(scope="module", params=["language_model.model.", "model.language_model."])
@@ -56,23 +52,11 @@ def nested(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return info
 
 
-def greedy_samples(info: TargetInfo) -> list[Sample]:
-    model, samples = ReferenceModel(info, "float32"), []
-    for sample in make_samples([12, 14, 16, 13, 15], vocab_size=290):
-        ids = sample.input_ids.tolist()
-        for _ in range(ANSWER_TOKENS):
-            ids.append(int(model.forward(torch.tensor(ids), ())[1][-1].argmax()))
-        mask = np.array([0] * len(sample) + [1] * ANSWER_TOKENS, np.uint8)
-        samples.append(
-            replace(sample, input_ids=np.array(ids, np.int32), loss_mask=mask, prompt_length=len(sample))
-        )
-    return samples
-
-
 def test_a_nested_target_is_captured_and_verified(nested: TargetInfo, tmp_path: Path) -> None:
     target = {"model": nested.path, "dtype": "float32", "aux_layer_ids": AUX_IDS}
     capture = {"engine": "reference", "reference_batching": "packed"}
-    spec = capture_spec(tmp_path, Path(nested.path), greedy_samples(nested), target=target, capture=capture)
+    samples = greedy_samples(Path(nested.path), [12, 14, 16, 13, 15], vocab_size=290)
+    spec = capture_spec(tmp_path, Path(nested.path), samples, target=target, capture=capture)
     extract.run(spec, Progress("extract"))
     result = verify.run(verify_spec(spec), Progress("verify"))
     assert result.agreement == 1.0

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,24 @@ launch.RANK_MODULE = "tests.training.odd_rank"
 train.run(StepSpec.model_validate_json(Path(sys.argv[1]).read_text()), lambda *some, **more: None)
 """
 LEAVING_SECONDS = 20.0
+
+
+def run_ranks(code: str, arguments: Sequence[str], count: int) -> None:
+    """Run code on ranks of their own; it gets the arguments, its rank and the number of ranks."""
+    variables = {"PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, *arguments, str(rank), str(count)],
+            cwd=PROJECT_ROOT,
+            env=os.environ | variables,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(count)
+    ]
+    for process in running:
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors[-3000:]
 
 
 class Quiet:

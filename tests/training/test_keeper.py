@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +10,6 @@ import pytest
 import torch
 
 from eagle3_core.artifacts import ArtifactPlan
-from eagle3_core.config import PROJECT_ROOT
 from eagle3_core.contracts import AcceptanceFigures, EpochMetrics
 from eagle3_core.errors import TrainingError
 from eagle3_core.sections import TrainConfig
@@ -21,7 +17,7 @@ from eagle3_core.training.checkpoint import ResumeFolder
 from eagle3_core.training.keeper import Keeper
 from eagle3_core.training.metrics_log import MetricsLog
 from eagle3_core.training.optimizers import Optimizers
-from tests.python_path import python_path
+from tests.training.runs import run_ranks
 from tests.training.test_gather import parameters, take_steps, train_config
 
 pytestmark = pytest.mark.engine
@@ -97,23 +93,6 @@ def go_on(
     return optimizers, keeper
 
 
-def run_ranks(folder: Path, optimizer: str, ranks: int) -> None:
-    """Three steps on gloo ranks."""
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(folder), optimizer, str(rank), str(ranks)],
-            cwd=PROJECT_ROOT,
-            env=os.environ | {"PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-    for process in running:
-        _, errors = process.communicate(timeout=120)
-        assert process.returncode == 0, errors[-3000:]
-
-
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_one_process_two_ranks_and_one_process_are_one_training(tmp_path: Path, optimizer: str) -> None:
     train = train_config(optimizer)
@@ -122,7 +101,7 @@ def test_one_process_two_ranks_and_one_process_are_one_training(tmp_path: Path, 
     take_steps(straight, never_stopped, range(9))
 
     go_on(tmp_path, parameters(), train, 3)
-    run_ranks(tmp_path, optimizer, ranks=2)
+    run_ranks(RANK, [str(tmp_path), optimizer], 2)
     named = parameters(0.0)
     optimizers, keeper = go_on(tmp_path, named, train, 3)
     # Muon makes its matrices orthogonal in bf16, whose rounding depends on how they are sharded.

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from eagle3_core.config import PROJECT_ROOT
-from tests.python_path import python_path
+from tests.training.runs import run_ranks
 
 pytestmark = pytest.mark.engine
 NUM_RANKS = 3
@@ -76,19 +73,7 @@ def gradients_of(mode: str, rank: int) -> dict[str, Tensor]:
 def test_three_ranks_sum_each_gradient_once_also_where_some_have_none(tmp_path: Path) -> None:
     model = Few()
     torch.stack([loss for rank in range(NUM_RANKS) for loss in losses_of(model, rank)]).sum().backward()
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(tmp_path), str(rank)],
-            cwd=PROJECT_ROOT,
-            env={"PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(NUM_RANKS)
-    ]
-    for process in running:
-        _, errors = process.communicate(timeout=60)
-        assert process.returncode == 0, errors[-3000:]
+    run_ranks(RANK, [str(tmp_path)], NUM_RANKS)
     for rank in range(NUM_RANKS):
         found = torch.load(tmp_path / f"{rank}.pt")
         for mode in ("ddp", "fsdp2"):
