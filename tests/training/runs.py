@@ -53,14 +53,28 @@ launch.RANK_MODULE = "tests.training.odd_rank"
 train.run(StepSpec.model_validate_json(Path(sys.argv[1]).read_text()), lambda *some, **more: None)
 """
 LEAVING_SECONDS = 20.0
+LEAVE = """
+import os
+dist.barrier()
+sys.stdout.flush()
+os._exit(0)
+"""
+"""How a rank ends, as a training's do: gloo's threads may still let go of tensors, and a thread that asks for
+Python's lock while the interpreter is taken down aborts the process."""
 
 
 def run_ranks(code: str, arguments: Sequence[str], count: int) -> None:
-    """Run code on ranks of their own; it gets the arguments, its rank and the number of ranks."""
+    """Run code on ranks of their own; it gets the arguments, its rank and the number of ranks.
+
+    Args:
+        code: imports `sys` and `torch.distributed as dist`, and makes `dist`'s process group.
+        arguments: come before the rank and the number of ranks in `sys.argv`.
+        count: of the ranks.
+    """
     variables = {"PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     running = [
         subprocess.Popen(
-            [sys.executable, "-c", code, *arguments, str(rank), str(count)],
+            [sys.executable, "-c", code + LEAVE, *arguments, str(rank), str(count)],
             cwd=PROJECT_ROOT,
             env=os.environ | variables,
             stderr=subprocess.PIPE,

@@ -46,8 +46,6 @@ def agree(answer):
     return given[0]
 assert all(len(p.to_local()) < len(p) for p in named.values())
 go_on(folder, named, train_config(optimizer), 3, agree, is_first=dist.get_rank() == 0)
-dist.barrier()
-dist.destroy_process_group()
 """
 
 
