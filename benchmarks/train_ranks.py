@@ -30,7 +30,7 @@ import torch
 
 from benchmarks.rank_processes import is_rank, join_ranks, leave, run_ranks, settle
 from benchmarks.train_sides import SHAPES, Step, make_draft, make_samples, ours
-from benchmarks.train_step import GIB
+from eagle3_core.host.inspect import GIB
 from eagle3_core.training.ranks import Ranks
 from eagle3_core.training.sharing import share_packs
 from eagle3_core.training.weights import Weights, hold_weights

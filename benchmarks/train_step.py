@@ -27,8 +27,7 @@ import torch
 from benchmarks.train_floor import step_flops
 from benchmarks.train_parity import exactness, say
 from benchmarks.train_sides import SHAPES, Runner, Shape, Step, make_draft, make_samples, ours, theirs
-
-GIB = 1 << 30
+from eagle3_core.host.inspect import GIB
 
 
 def compare(runner: Runner, names: Sequence[str], mine: Step, other: Step) -> dict[str, Any]:

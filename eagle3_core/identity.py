@@ -31,7 +31,14 @@ STEP_VERSION: dict[ArtifactKind, int] = {
 }
 IMPORTED = "imported "
 """Begins the name of the engine of what another project has made."""
-WITHOUT_EFFECT = {"checkpoint_every_seconds", "keep_last", "num_ranks", "parallel", "tensorboard"}
+WITHOUT_EFFECT = {
+    "checkpoint_every_seconds",
+    "keep_last",
+    "num_ranks",
+    "parallel",
+    "stall_timeout_minutes",
+    "tensorboard",
+}
 """Settings of training that change nothing in a finished checkpoint, or no more than its rounding."""
 BUILTIN_PROMPTS = Path(__file__).parent / "data" / "builtin" / "prompts.jsonl"
 

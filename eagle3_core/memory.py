@@ -17,13 +17,13 @@ from eagle3_core.config import RunConfig
 from eagle3_core.errors import HostError
 from eagle3_core.estimate.sizes import MOMENTS, draft_parameters
 from eagle3_core.host.gpus import GpuMemory
+from eagle3_core.host.inspect import GIB
 from eagle3_core.identity import draft_vocab_size
 from eagle3_core.store.shards import DTYPE_BYTES
 from eagle3_core.target.architecture import FULL, SLIDING
 from eagle3_core.target.info import TargetInfo
 from eagle3_core.target.layers import resolve_aux_layer_ids
 
-GIB = 1 << 30
 CHECKPOINT_COPIES = 2
 """One is written while the next is taken."""
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from eagle3_core.errors import HostError, TargetError
-from eagle3_core.host.inspect import inspect_host
-from eagle3_core.memory import GIB, weight_bytes
+from eagle3_core.host.inspect import GIB, inspect_host
+from eagle3_core.memory import weight_bytes
 from eagle3_core.target.info import TargetInfo
 
 if TYPE_CHECKING:

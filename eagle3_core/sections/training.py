@@ -185,6 +185,12 @@ class TrainConfig(Section):
     max_skipped_steps: int = Field(
         default=8, ge=0, description="More steps left out as not finite or as spikes end training."
     )
+    stall_timeout_minutes: float = Field(
+        default=30.0,
+        gt=0,
+        description="Several ranks that do no step for this time are ended, and where each of them stands is "
+        "in the log; training goes on from its last checkpoint when it runs again.",
+    )
     tensorboard: bool = Field(
         default=True, description="Write TensorBoard event files into the run's folder."
     )

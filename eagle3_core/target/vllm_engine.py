@@ -7,11 +7,11 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from eagle3_core.config import RunConfig
+from eagle3_core.host.inspect import GIB
 
 if TYPE_CHECKING:
     from vllm import LLM
 
-GIB = 1 << 30
 logger = logging.getLogger(__name__)
 
 

@@ -6,6 +6,7 @@ import logging
 import os
 import queue
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -37,7 +38,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 RANK_MODULE = "eagle3_core.training.rank"
 HOST = "127.0.0.1"
-TAIL_LINES = 20
+TAIL_LINES = 40
+POLL_SECONDS = 1.0
+STACK_SECONDS = 5.0
+"""Ranks that stand still have so long to say where."""
 FOLDER_PREFIX = "eagle3-ranks-"
 """Of temporary folders; the process that made one follows."""
 
@@ -72,7 +76,8 @@ def run_ranks(spec: StepSpec, progress: Progress, count: int) -> TrainResult:
         count: number of ranks.
 
     Raises:
-        RankError: a rank failed or was killed; names it, and its last line.
+        RankError: a rank failed or was killed; names it, and its last line. Or none has done a step for
+            `train.stall_timeout_minutes`.
         Eagle3Error: what a rank found wrong, as it would be raised without ranks.
     """
     # The store lives here: ranks meet in it, and none of them is left waiting for a first rank that died.
@@ -91,7 +96,7 @@ def run_ranks(spec: StepSpec, progress: Progress, count: int) -> TrainResult:
             "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
         }
         variables = rank_variables(spec.config, count)
-        group = _Group(progress)
+        group = _Group(progress, spec.config.train.stall_timeout_minutes * 60)
         try:
             for rank in range(count):
                 group.start(rank, folder, meeting | variables[rank])
@@ -129,7 +134,7 @@ class _Rank(threading.Thread):
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
         token = uuid.uuid4().hex
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank), STEP_VARIABLE: step_variable(token)}
-        process = subprocess.Popen(
+        self._process = subprocess.Popen(
             [sys.executable, "-m", RANK_MODULE, str(folder / "spec.json"), str(self._outcome)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -137,7 +142,7 @@ class _Rank(threading.Thread):
             env=os.environ | variables | own,
             cwd=PROJECT_ROOT,
         )
-        self.supervisor = Supervisor(process, token)
+        self.supervisor = Supervisor(self._process, token)
 
     def run(self) -> None:
         for line in self.supervisor.lines(None, None):
@@ -145,6 +150,10 @@ class _Rank(threading.Thread):
         self.ended_at = time.monotonic()
         self.status = self.supervisor.end()
         self._events.put((self, None))
+
+    def ask_where(self) -> None:
+        """Let it print what its threads are doing, which a rank does at this signal."""
+        self._process.send_signal(signal.SIGUSR1)
 
     def outcome(self) -> StepOutcome | None:
         """What it left; None if it had no time to."""
@@ -162,13 +171,15 @@ class _Group:
 
     Args:
         progress: told what the first rank reports.
+        stall_seconds: ranks that have begun to do steps and do none for so long have stalled.
     """
 
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
+    def __init__(self, progress: Progress, stall_seconds: float) -> None:
+        self._progress, self._stall_seconds = progress, stall_seconds
         self._ranks: list[_Rank] = []
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
-        self._is_paused = False
+        self._is_paused = self._has_stalled = False
+        self._last_step: float | None = None
 
     def start(self, rank: int, folder: Path, variables: Mapping[str, str]) -> None:
         """Start a rank."""
@@ -176,10 +187,16 @@ class _Group:
         self._ranks[-1].start()
 
     def watch(self) -> None:
-        """Pass lines on until all ranks have ended well or one has not."""
+        """Pass lines on until all ranks have ended well, one has not, or all stand still."""
         num_running = len(self._ranks)
         while num_running:
-            rank, line = self._events.get()
+            try:
+                rank, line = self._events.get(timeout=POLL_SECONDS)
+            except queue.Empty:
+                if self._stands_still():
+                    self._has_stalled = True
+                    return
+                continue
             if line is not None:
                 self._pass_on(rank, line)
                 continue
@@ -187,8 +204,29 @@ class _Group:
             if rank.status != 0:
                 return
 
+    def _stands_still(self) -> bool:
+        """Whether steps have stopped for too long; a pause for want of room has a limit of its own."""
+        if self._is_paused or self._last_step is None:
+            return False
+        return time.monotonic() - self._last_step > self._stall_seconds
+
+    def _pass_on_where(self) -> None:
+        """Let all ranks say what they are doing, for the log."""
+        for rank in self._ranks:
+            rank.ask_where()
+        deadline = time.monotonic() + STACK_SECONDS
+        while (left := deadline - time.monotonic()) > 0:
+            try:
+                rank, line = self._events.get(timeout=left)
+            except queue.Empty:
+                return
+            if line is not None:
+                self._pass_on(rank, line)
+
     def end(self) -> None:
         """End what still runs, and pass on what it said last."""
+        if self._has_stalled:
+            self._pass_on_where()
         for rank in self._ranks:
             if rank.status is None:
                 rank.supervisor.end(interrupted=True)
@@ -205,12 +243,24 @@ class _Group:
         Raises:
             Eagle3Error: see `run_ranks`.
         """
+        if self._has_stalled:
+            raise self._stall_error()
         failed = [rank for rank in self._ranks if rank.status != 0]
         if failed:
             raise _error(min(failed, key=lambda rank: rank.ended_at), len(self._ranks))
         outcome = self._ranks[0].outcome()
         assert outcome is not None, "a rank that ended well has left its outcome"
         return TrainResult.model_validate(outcome.result)
+
+    def _stall_error(self) -> RankError:
+        error = RankError(
+            f"the {len(self._ranks)} ranks have done no step for {self._stall_seconds / 60:g} minutes",
+            expected="a step within train.stall_timeout_minutes",
+            remedy="see in the log where each of them stands; training goes on from its last checkpoint when "
+            "it runs again",
+        )
+        error.details = {"last_lines": {rank.rank: list(rank.tail) for rank in self._ranks}}
+        return error
 
     def _pass_on(self, rank: _Rank, line: str) -> None:
         text, event = parse_line(line)
@@ -225,6 +275,8 @@ class _Group:
         if event.is_paused or self._is_paused:
             self._progress.pause(event.message if event.is_paused else None)
         self._is_paused = event.is_paused
+        is_stepping = event.unit == "steps" and event.done != event.total
+        self._last_step = time.monotonic() if is_stepping else None
         if not event.is_paused:
             self._progress(event.done, event.total, event.unit, event.message, force=True, **event.metrics)
 

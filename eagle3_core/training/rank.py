@@ -1,14 +1,17 @@
 """One rank of a training: `python -m eagle3_core.training.rank SPEC OUTCOME`.
 
 Which rank it is, how many there are and where they meet stands in the environment, as torchrun sets it. The
-first rank prints progress and log lines and leaves the result; of the others, only errors are printed. A rank
-ends itself when its standard input, if that is a pipe, closes: whoever started it is gone then.
+first rank prints progress and log lines and leaves the result; of the others, only errors are printed. At
+SIGUSR1 a rank prints what its threads are doing. It ends itself when its standard input, if that is a pipe,
+closes: whoever started it is gone then.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
+import signal
 import stat
 import sys
 import threading
@@ -32,6 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
     is_first = os.environ.get("RANK", "0") == "0"
     level = logging.INFO if is_first else logging.ERROR
     logging.basicConfig(level=level, format=LOG_FORMAT, stream=sys.stdout, force=True)
+    faulthandler.register(signal.SIGUSR1, file=sys.stdout)
     if stat.S_ISFIFO(os.fstat(0).st_mode):
         threading.Thread(target=end_with_parent, name="parent-watch", daemon=True).start()
     started = time.monotonic()

@@ -23,8 +23,8 @@ from torch import Tensor
 Value = TypeVar("Value")
 CPU = torch.device("cpu")
 TIMEOUT_HOURS = 24.0
-"""A rank waits so long for another, which may be waiting for room on a disk; one that has died is noticed at
-once by whoever started it."""
+"""A rank waits so long for another, which may be waiting for room on a disk. Whoever started it notices at
+once if one has died, and after `train.stall_timeout_minutes` if they hang."""
 
 
 @dataclass(frozen=True)

@@ -106,6 +106,7 @@ def train_rank(spec: StepSpec, progress: Progress, ranks: Ranks) -> TrainResult:
         tensors = gather(checkpoint_tensors(draft))
         ranks.wait()  # nobody needs the resumable checkpoints any more
         if writer is not None:
+            progress(0, 1 + len(result.kept), "files", "writing the draft", force=True)
             _complete(writer, draft, tensors, result, time.monotonic() - started)
             trainer.resume.remove(keep=[one.file for one in result.kept])
     return result

@@ -88,6 +88,7 @@ CAPTURED = ["capture", "verification", "labels", "checkpoint", "export", "benchm
         ("workspace", "/elsewhere", []),
         ("limits.step_retries", 5, []),
         ("train.checkpoint_every_seconds", 5.0, []),
+        ("train.stall_timeout_minutes", 5.0, []),
         ("train.parallel", "ddp", []),
         ("train.num_ranks", 1, []),
         ("train.packs_per_step", 2, ["checkpoint", "export", "benchmark"]),

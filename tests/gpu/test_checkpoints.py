@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from eagle3_core.artifacts import ArtifactPlan
+from eagle3_core.host.inspect import GIB
 from eagle3_core.target.info import TargetInfo, inspect_target
 from eagle3_core.training import train
 from eagle3_core.training.background import BackgroundSaver
@@ -25,7 +26,6 @@ from tests.training.runs import SAVE_ALWAYS, Quiet, folder_of, records_of, run_k
 
 pytestmark = [pytest.mark.engine, pytest.mark.gpu]
 PLAN = ArtifactPlan(kind="checkpoint", identity={"for": "a test"})
-GIB = 1 << 30
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,8 @@
-"""A rank that does what `ODD_RANK` says: `<rank> <step> raise`, `kill` itself or `kill_step`.
+"""A rank that does what `ODD_RANK` says: `<rank> <step> raise`, `kill` itself, `hang` or `kill_step`.
 
-`kill_step` kills the process that started the ranks. Before step 0 is before anything of training; at a later
-step the rank waits for a checkpoint first. It makes `ODD_STAMP` when it does it.
+`kill_step` kills the process that started the ranks, and `hang` does nothing for ten minutes. Before step 0
+is before anything of training; at a later step the rank waits for a checkpoint first. It makes `ODD_STAMP`
+when it does it.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ def act(*_: Any) -> Any:
     Path(os.environ["ODD_STAMP"]).touch()
     if DEED == "raise":
         raise RuntimeError("this rank is odd")
-    os.kill(os.getpid() if DEED == "kill" else os.getppid(), signal.SIGKILL)
-    time.sleep(60)
+    if DEED != "hang":
+        os.kill(os.getpid() if DEED == "kill" else os.getppid(), signal.SIGKILL)
+    time.sleep(600)
 
 
 if __name__ == "__main__":

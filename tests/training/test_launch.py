@@ -57,6 +57,28 @@ def test_a_rank_that_fails_or_is_killed_ends_all_and_is_named(
         assert "[rank 1] RuntimeError: this rank is odd" in capfd.readouterr().out
 
 
+def test_ranks_that_do_no_step_are_ended_and_say_where_they_stand(
+    tmp_path: Path,
+    tiny_target: TargetInfo,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(launch, "RANK_MODULE", "tests.training.odd_rank")
+    monkeypatch.setenv("ODD_RANK", "1 3 hang")
+    monkeypatch.setenv("ODD_STAMP", str(tmp_path / "stamp"))
+    settings = SETTINGS | {"stall_timeout_minutes": 0.1}
+    spec = spec_of(tmp_path, tiny_target, make_samples(tiny_target, 8, 3), train=settings)
+    with pytest.raises(RankError, match=r"the 2 ranks have done no step for 0\.1 minutes") as raised:
+        train.run(spec, Quiet())  # type: ignore[arg-type]
+    assert 5 < time.time() - (tmp_path / "stamp").stat().st_mtime < 30
+    assert ranks_left() == []
+    assert (folder_of(spec) / "resume.json").is_file()
+    last_lines = raised.value.details["last_lines"]
+    assert any("odd_rank.py" in line and line.endswith(" in act") for line in last_lines[1])
+    assert any("optimizer_step.py" in line for line in last_lines[0])
+    assert "odd_rank.py" in capfd.readouterr().out
+
+
 def test_what_all_ranks_find_wrong_is_raised_as_without_ranks(
     tmp_path: Path, tiny_target: TargetInfo
 ) -> None:
