@@ -77,6 +77,7 @@ class Runner:
                 with self.weights.sending() if is_sent else contextlib.nullcontext():
                     part.backward()
                 loss += part.detach()
+                del part  # it keeps what its forward pass has left, which the next one needs room for
             if sends:
                 self.weights.reduce()
         norm = self.weights.clip(1.0)

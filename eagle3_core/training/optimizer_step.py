@@ -104,13 +104,7 @@ class StepComputer:
         self._chosen = []
         with self._weights.whole():
             for number, pack in enumerate(islice(packs, len(plan.mine)), start=1):
-                noisy = with_noise(pack.to(self.device), train, self._draft.hidden_size, epoch)
-                parts = self._losses(noisy, weights)
-                is_last = number == len(plan.mine)
-                with self._weights.sending() if is_last else contextlib.nullcontext():
-                    parts.loss.backward()
-                sums += parts.step_sums
-                self._chosen.append(self._choices_of(pack, parts))
+                sums += self._learn(pack, weights, epoch, is_last=number == len(plan.mine))
             self._weights.reduce()
         norm = self._weights.clip(train.max_grad_norm)  # one rank's for all: they must judge a step alike
         norm, *totals = self._ranks.total([norm if self._ranks.is_first else 0.0, *sums.tolist()])
@@ -128,6 +122,19 @@ class StepComputer:
             [share, num_labels, *agreement.counts.ravel().tolist()]
         )
         return StepChoices(Agreement.of(counts), share / max(1, num_labels))
+
+    def _learn(self, pack: Pack, weights: Sequence[float], epoch: int, is_last: bool) -> Tensor:
+        """Forward and backward passes of a pack; returns its S_k.
+
+        The loss ends with this call: it keeps all that the forward pass has left, after the backward pass
+        too, and the next pack needs that memory.
+        """
+        noisy = with_noise(pack.to(self.device), self._config.train, self._draft.hidden_size, epoch)
+        parts = self._losses(noisy, weights)
+        with self._weights.sending() if is_last else contextlib.nullcontext():
+            parts.loss.backward()
+        self._chosen.append(self._choices_of(pack, parts))
+        return parts.step_sums
 
     def _choices_of(self, pack: Pack, parts: LossParts) -> _Chosen:
         """Asked when the gradients are under way: the copy does not hold them up."""

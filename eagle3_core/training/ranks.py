@@ -81,9 +81,15 @@ class Ranks:
         return values
 
     def wait(self) -> None:
-        """Wait until all ranks are here, however long that is."""
-        if self.size > 1:
-            dist.all_reduce(torch.zeros(1))
+        """Wait until all ranks are here, however long that is, and have what was sent before.
+
+        So a rank may end afterwards. Its GPU's work ends with it, and others would wait for the rest.
+        """
+        if self.size == 1:
+            return
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        dist.all_reduce(torch.zeros(1))
 
     def in_turn(self, act: Callable[[], Value]) -> Value:
         """What `act` returns: the first rank goes ahead, so that the others find done what is done once."""

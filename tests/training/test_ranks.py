@@ -119,6 +119,14 @@ def test_ranks_that_have_read_different_checkpoints_do_not_train(
     assert quiet.steps == []
 
 
+def test_a_rank_says_that_it_is_here_when_its_gpu_has_sent_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: seen.append(str(device)))
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor: seen.append(str(tensor.device)))
+    Ranks(1, 2, torch.device("cuda", 0)).wait()
+    assert seen == ["cuda:0", "cpu"]
+
+
 def test_weights_are_sharded_where_they_would_fill_a_gpu() -> None:
     train_config = make_config().train
     assert choose_mode(train_config, 400_000_000, 141 << 30) == "ddp"
