@@ -188,8 +188,11 @@ def measure_wave(
     began = time.perf_counter()
     running = [Engines(group, Path(spec.folder) / group.part / group.name, spec.devices) for group in wave]
     try:
-        for engines in running:
-            engines.start(start)
+        try:
+            for engines in running:
+                engines.start(start)
+        except (OSError, EOFError) as error:  # the process that forks others has ended
+            return {group.title: f"not started ({type(error).__name__}: {error})" for group in wave}
         found["seconds"].setdefault("until_started", time.perf_counter() - began)
         loaded, failed = load_all(running, seconds - (time.perf_counter() - began))
         for engines in running:

@@ -28,10 +28,24 @@ def gather(values: Any) -> Any:
     """
     if isinstance(values, dict):
         return {key: gather(value) for key, value in values.items()}
-    if not isinstance(values, Tensor):
-        return values
-    tensor = values.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole(values) if isinstance(values, Tensor) else values
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """One tensor, whole if it is sharded; all ranks must ask for it at the same point."""
+    found = tensor.detach()
+    return found.full_tensor() if isinstance(found, DTensor) else found
+
+
+def take_part(values: Any) -> None:
+    """Send this rank's parts of nested dictionaries to the rank that takes a copy of them, which asks for one
+    tensor after the other.
+    """
+    if isinstance(values, dict):
+        for value in values.values():
+            take_part(value)
+    elif isinstance(values, Tensor):
+        whole(values)
 
 
 def restore_parameters(parameters: Mapping[str, Parameter], saved: Mapping[str, Tensor]) -> None:

@@ -20,7 +20,7 @@ from eagle3_core.errors import TrainingError
 from eagle3_core.sections import TrainConfig
 from eagle3_core.training.background import BackgroundSaver
 from eagle3_core.training.checkpoint import ResumeFolder
-from eagle3_core.training.gather import gather, parts_of_state, restore_parameters
+from eagle3_core.training.gather import parts_of_state, restore_parameters, take_part
 from eagle3_core.training.history import History
 from eagle3_core.training.metrics_log import MetricsLog
 from eagle3_core.training.optimizers import Optimizers
@@ -121,9 +121,10 @@ class Keeper:
         return self._saver.blocked_seconds
 
     def _save(self, position: dict[str, Any], step: int, new_best: str | None = None) -> None:
-        state = gather({"parameters": self._parameters, "optimizer": self._optimizers.state()})
         self._last_save = time.monotonic()
+        state: dict[str, Any] = {"parameters": self._parameters, "optimizer": self._optimizers.state()}
         if self._metrics is None:
+            take_part(state)
             return
         state |= {
             "position": position,

@@ -1,5 +1,6 @@
 """Copies of a training state in host memory, so that training goes on while the copy is written.
 
+Sharded tensors are put together one after the other, so that a GPU holds no more than one of them whole.
 Memory is taken once and used again for every later copy; beside a GPU it is pinned, so that the copy runs at
 the bus's speed.
 """
@@ -11,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eagle3_core.training.gather import whole
+
 
 class HostCopy:
     """Room for one state: nested dictionaries, lists and tuples of tensors and plain values."""
@@ -21,7 +24,8 @@ class HostCopy:
     def take(self, state: Any) -> Any:
         """A copy whose tensors are this object's memory: it is valid until the next `take`.
 
-        When it returns, all values have arrived: the tensors may be changed.
+        Of sharded tensors the other ranks `take_part` at the same point. When it returns, all values have
+        arrived: the tensors may be changed.
         """
         devices: set[torch.device] = set()
         copy = self._copy(state, (), devices)
@@ -38,6 +42,7 @@ class HostCopy:
             )
         if not isinstance(value, Tensor):
             return value
+        value = whole(value)
         is_remote = value.device.type == "cuda"
         room = self._room.get(path)
         if room is None or room.shape != value.shape or room.dtype != value.dtype:
@@ -45,5 +50,5 @@ class HostCopy:
             self._room[path] = room
         if is_remote:
             devices.add(value.device)
-        room.copy_(value.detach(), non_blocking=is_remote)
+        room.copy_(value, non_blocking=is_remote)
         return room

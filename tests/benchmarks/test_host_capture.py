@@ -82,6 +82,10 @@ def start_that_fails(spec: Path, mode: str, variables: Mapping[str, str]) -> Any
     return start_odd_worker(Path("/mla") / spec.relative_to("/"), mode, variables)
 
 
+def start_without_a_server(*_: Any) -> Any:
+    raise EOFError("nobody forks here")
+
+
 def test_engines_that_cannot_be_forked_are_started_alone(tmp_path: Path):
     spec = spec_for(tmp_path / "part", 1)
     give("early-stages-over", spec.common_folder)
@@ -92,6 +96,8 @@ def test_engines_that_cannot_be_forked_are_started_alone(tmp_path: Path):
     assert found["capture"]["replicas"]["tokens_per_second"]["plain"] == {"1": 100.0}
     again = measure_somehow(spec, groups, found, (start_that_fails, start_odd_worker), 20.0)
     assert again.keys() == {"capture, replicas"}
+    assert measure_somehow(spec, groups, found, (start_without_a_server, start_odd_worker), 60.0) == {}
+    assert found["failed"] == {"capture, replicas": "not started (EOFError: nobody forks here)"}
 
 
 def test_rounds_are_as_long_as_the_free_space_allows(tmp_path: Path):
