@@ -9,7 +9,7 @@ greedy decoding on the stored answers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -87,20 +87,27 @@ class HeldoutEvaluator:
         self._reader, self._config = reader, config
         self._benchmark_keys = tuple(benchmark_keys)
 
-    def evaluate(self, draft: Eagle3DraftModel, teacher: Teacher, target_ids: Tensor) -> Evaluation:
+    def evaluate(
+        self,
+        draft: Eagle3DraftModel,
+        teacher: Teacher,
+        target_ids: Tensor,
+        tell: Callable[[str], None] | None = None,
+    ) -> Evaluation:
         """Loss, agreement and replayed acceptance.
 
         Args:
             draft: evaluated as it is, without gradients.
             teacher: the target's norm and head over the draft vocabulary, in the compute dtype.
             target_ids: [D], the target id of each draft id, on the draft's device.
+            tell: told after each pack how far this rank is.
 
         Raises:
             TrainingError: the loss is not finite; names the samples.
         """
         own = _Tally(self._reader.num_steps)
         head = draft.lm_head.weight.detach().to(teacher.head.dtype)
-        for members, read in zip(self._plan, self._packs(), strict=True):
+        for number, (members, read) in enumerate(zip(self._plan, self._packs(), strict=True), start=1):
             pack = read.to(teacher.head.device)
             with torch.no_grad():
                 hidden = ttt_forward(draft, pack, teacher.head.dtype)
@@ -111,6 +118,8 @@ class HeldoutEvaluator:
             assert pack.argmax is not None
             own.add(parts, self._answers(pack, choices, members), pack.keys)
             own.agreement.add(pack.plan, choices, pack.argmax)
+            if tell is not None:
+                tell(f"held-out pack {number} of {len(self._plan)}")
         return self._evaluation(self._of_all_ranks(own))
 
     def _evaluation(self, found: _Tally) -> Evaluation:

@@ -46,7 +46,9 @@ if TYPE_CHECKING:
     from eagle3_core.step import Progress
 
 logger = logging.getLogger(__name__)
-Evaluate = Callable[["Eagle3DraftModel", Teacher], Evaluation]
+Evaluate = Callable[["Eagle3DraftModel", Teacher, Callable[[str], None]], Evaluation]
+"""Looks at the held-out split; says in a few words how far it is."""
+LOOK_REPORT_SECONDS = 15.0
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,7 @@ class Trainer:
         self.meter = Meter(self.computer.device, train.compute_dtype, ranks.size)
         self._steps = StepReader(reader, DraftShape.of(draft), ranks.rank, ranks.size)
         self._data = EpochData(reader.source)
+        self._last_report = time.monotonic()
 
     @property
     def history(self) -> History:
@@ -267,7 +270,9 @@ class Trainer:
         where = {"step": self.position.step, "epoch": self.position.epoch, "time": round(time.time(), 3)}
         self.metrics.append([{"type": kind, **where, **fields}])
 
-    def _report(self) -> None:
+    def _report(self, doing: str = "") -> None:
+        """Report where training is; `doing` says what else than steps it does there."""
+        self._last_report = time.monotonic()
         if not self.ranks.is_first:
             return
         position, lengths = self.position, self.history.lengths
@@ -276,14 +281,20 @@ class Trainer:
             figures["acceptance_length"] = lengths[-1]
         figures |= self.meter.figures() | self._data.figures()
         where = f"epoch {position.epoch + 1} of {self.config.train.num_epochs}"
-        self.progress(position.step, self.num_steps, "steps", where, **figures)
+        message = f"{where}, {doing}" if doing else where
+        self.progress(position.step, self.num_steps, "steps", message, **figures)
+
+    def _report_look(self, doing: str) -> None:
+        """Show now and then that a look goes on: whoever watches the ranks takes silence for a hang."""
+        if time.monotonic() - self._last_report > LOOK_REPORT_SECONDS:
+            self._report(doing)
 
     def _look(self, is_epoch_end: bool) -> None:
         """Look at the held-out split, and save what was found with the weights if they are among the best."""
         position, train = self.position, self.config.train
         started = time.monotonic()
         with self.weights.whole():
-            found = self.evaluate(self.draft, self.computer.teacher)
+            found = self.evaluate(self.draft, self.computer.teacher, self._report_look)
         position.seconds += time.monotonic() - started
         look = EpochMetrics(
             epoch=position.epoch,

@@ -6,7 +6,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -194,8 +194,8 @@ def _evaluation(
     )
     target_ids = torch.from_numpy(inputs.vocabulary.draft_to_target).to(device)
 
-    def evaluate(model: Eagle3DraftModel, teacher: Teacher) -> Evaluation:
-        return evaluator.evaluate(model, teacher, target_ids)
+    def evaluate(model: Eagle3DraftModel, teacher: Teacher, tell: Callable[[str], None]) -> Evaluation:
+        return evaluator.evaluate(model, teacher, target_ids, tell)
 
     return evaluate
 

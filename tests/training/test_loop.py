@@ -10,7 +10,7 @@ import pytest
 
 from eagle3_core.errors import StoreError
 from eagle3_core.target.info import TargetInfo
-from eagle3_core.training import train
+from eagle3_core.training import loop, train
 from eagle3_core.training.background import BackgroundSaver
 from eagle3_core.training.checkpoint import ResumeFolder
 from eagle3_core.training.ranks import Ranks
@@ -39,6 +39,26 @@ def test_a_step_does_not_wait_for_the_packs_of_the_next_one(
     with pytest.raises(StoreError, match="no third step"):
         train.run(spec, quiet)  # type: ignore[arg-type]
     assert quiet.steps == [1, 2]
+
+
+def test_a_long_look_at_the_heldout_split_says_how_far_it_is(
+    tmp_path: Path, tiny_target: TargetInfo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "LOOK_REPORT_SECONDS", 0.0)
+    said: list[tuple[float, str]] = []
+
+    def progress(done: float, total: float | None, unit: str, message: str = "", **more: Any) -> None:
+        if unit == "steps":
+            said.append((done, message))
+
+    spec = spec_of(tmp_path, tiny_target, train={"num_epochs": 1, "pack_tokens": 32})
+    train.run(spec, progress)  # type: ignore[arg-type]
+    looks = [(done, message) for done, message in said if "held-out" in message]
+    count = len(looks)
+    assert count > 1
+    assert looks == [
+        (said[-1][0], f"epoch 1 of 1, held-out pack {number} of {count}") for number in range(1, count + 1)
+    ]
 
 
 def test_ranks_wait_between_host_memories_until_the_first_one_has_written_the_best_weights(
