@@ -161,6 +161,8 @@ def _training(part: str, found: dict[str, Any]) -> Iterator[Row]:
             exposed = step["exposed_ms"]
             value = f"{exposed:.1f} ms, {exposed / step['ms']:.1%} of the time"
             yield Row(part, f"{name}, waiting for sending", value)
+            own = step["own_ms"]
+            yield Row(part, f"{name}, each for itself", f"{min(own):.1f} to {max(own):.1f} ms")
     if "curves" in found:
         curves = found["curves"]
         apart, relative = curves["largest_difference"], curves["largest_relative_difference"]

@@ -8,9 +8,10 @@ A step has `--packs` packs, equally large, shared by all ranks; one rank takes t
 are started once, by torchrun: the first works alone while the others wait, then all work. Loss and gradient
 norm of the first step are printed too: they are the same for every number of ranks.
 
-Two figures tell of sending weights and gradients: how long it takes on its own, and how much longer a step is
-than one in which nothing is sent (`ddp` only), which is less where it happens beside the backward pass. On
-shared cores no figure says anything but that.
+Three figures tell why several ranks fall short: how long sending weights and gradients takes on its own; how
+much longer a step is than one in which nothing is sent (`ddp` only), which is less where it happens beside
+the backward pass; and how long each rank takes for such a step of its own, since all wait for the slowest.
+On shared cores no figure says anything but that.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class Runner:
         """One step; returns the mean loss of all packs and the gradient norm.
 
         Args:
-            sends: whether gradients are summed over all ranks.
+            sends: whether ranks share it; else each takes a step with its own packs.
         """
         loss = torch.zeros((), device=self.device)
         with self.weights.whole():
@@ -83,26 +84,29 @@ class Runner:
         norm = self.weights.clip(1.0)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return self.ranks.total([float(loss)])[0], norm
+        return (self.ranks.total([float(loss)])[0] if sends else float(loss)), norm
 
     def communication_seconds(self) -> float:
         """How long ranks take to send weights and gradients in a step, with nothing computed beside it."""
         spent = 0.0
         with contextlib.ExitStack() as stack:
-            spent += self.seconds(lambda: stack.enter_context(self.weights.whole()))
+            spent += self.seconds(lambda: stack.enter_context(self.weights.whole()))[0]
             for forward in self.forwards:
                 forward().backward()
-            spent += self.seconds(self.weights.reduce)
+            spent += self.seconds(self.weights.reduce)[0]
         self.optimizer.zero_grad(set_to_none=True)
         return spent
 
-    def seconds(self, act: Callable[[], object]) -> float:
-        """How long all ranks take for it together."""
+    def seconds(self, act: Callable[[], object]) -> tuple[float, float]:
+        """How long all ranks take for it together, and how long this one does."""
         settle(self.ranks)
         started = time.perf_counter()
         act()
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+        own = time.perf_counter() - started
         settle(self.ranks)
-        return time.perf_counter() - started
+        return time.perf_counter() - started, own
 
 
 def measure(options: argparse.Namespace, ranks: Ranks, num_packs: int) -> dict[str, Any]:
@@ -122,7 +126,7 @@ def measure(options: argparse.Namespace, ranks: Ranks, num_packs: int) -> dict[s
     spent, silent = [], []
     can_be_silent = ranks.size > 1 and options.parallel == "ddp"
     for _ in range(options.rounds):
-        spent.append(runner.seconds(runner.step))
+        spent.append(runner.seconds(runner.step)[0])
         if can_be_silent:
             silent.append(runner.seconds(lambda: runner.step(sends=False)))
     found: dict[str, Any] = {
@@ -138,7 +142,9 @@ def measure(options: argparse.Namespace, ranks: Ranks, num_packs: int) -> dict[s
         sending = [runner.communication_seconds() for _ in range(COMMUNICATION_ROUNDS)]
         found["communication_ms"] = 1000 * statistics.median(sending)
     if silent:
-        found["exposed_ms"] = found["ms"] - 1000 * statistics.median(silent)
+        together, own = zip(*silent, strict=True)
+        found["exposed_ms"] = found["ms"] - 1000 * statistics.median(together)
+        found["own_ms"] = ranks.all(1000 * statistics.median(own))
     if options.device == "cuda":
         found["peak_gib"] = torch.cuda.max_memory_allocated() / GIB
     return found
@@ -165,7 +171,8 @@ def report(found: list[dict[str, Any]]) -> None:
         if "communication_ms" in each:
             sending = f", sending alone {each['communication_ms']:.1f}"
         if "exposed_ms" in each:
-            sending += f", a step is longer by {each['exposed_ms']:.1f}"
+            own = "/".join(f"{ms:.1f}" for ms in each["own_ms"])
+            sending += f", a step is longer by {each['exposed_ms']:.1f} than without, of its own {own}"
         memory = f", peak {each['peak_gib']:.1f} GiB a GPU" if "peak_gib" in each else ""
         print(
             f"{each['packs']} packs, {each['ranks']} ranks: {each['ms']:.1f} ms a step "

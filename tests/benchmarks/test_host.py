@@ -225,7 +225,8 @@ def test_training_is_held_against_as_many_times_one_rank():
         ],
         "steps": [
             {"ranks": 1, "tokens_per_second": 52.0, "ms": 100.0},
-            {"ranks": 4, "tokens_per_second": 200.0, "ms": 26.0, "communication_ms": 2.6, "exposed_ms": 1.3},
+            {"ranks": 4, "tokens_per_second": 200.0, "ms": 26.0, "communication_ms": 2.6, "exposed_ms": 1.3,
+             "own_ms": [24.0, 23.1, 24.6, 23.9]},
         ],
         "curves": {
             "steps": 10, "fall": 2.0, "largest_difference": 0.002, "largest_relative_difference": 0.0005
@@ -238,6 +239,7 @@ def test_training_is_held_against_as_many_times_one_rank():
     assert "5.0% of the time" in text
     assert "2.6 ms" in text
     assert "1.3 ms, 5.0% of the time" in text
+    assert "23.1 to 24.6 ms" in text
     assert "at most 2.00e-03 (5.0e-04 of the loss) in 10 steps" in text
 
 
