@@ -8,8 +8,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from eagle3_core.contracts import ProgressEvent
 from eagle3_core.errors import ConfigError, RankError, TrainingError
 from eagle3_core.host.process_tree import ProcessId
+from eagle3_core.step import Progress
 from eagle3_core.target.info import TargetInfo
 from eagle3_core.training import launch, train
 from tests.training.examples import make_config, make_samples
@@ -77,6 +79,24 @@ def test_ranks_that_do_no_step_are_ended_and_say_where_they_stand(
     assert any("odd_rank.py" in line and line.endswith(" in act") for line in last_lines[1])
     assert any("optimizer_step.py" in line for line in last_lines[0])
     assert "odd_rank.py" in capfd.readouterr().out
+
+
+def test_only_ranks_between_two_steps_can_stand_still() -> None:
+    group = launch._Group(Progress("train"), stall_seconds=-1.0)
+    event = ProgressEvent(step="train", done=1, total=9, unit="steps")
+    seen = [group._stands_still()]
+    for update in (
+        {"done": 3, "total": 5, "unit": "shards"},
+        {},
+        {"is_paused": True},
+        {},
+        {"done": 9},
+        {},
+        {"done": 0, "total": 2, "unit": "files"},
+    ):
+        group._report(event.model_copy(update=update))
+        seen.append(group._stands_still())
+    assert seen == [False, False, True, False, True, False, True, False]
 
 
 def test_what_all_ranks_find_wrong_is_raised_as_without_ranks(
