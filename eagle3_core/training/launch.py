@@ -42,6 +42,7 @@ TAIL_LINES = 40
 POLL_SECONDS = 1.0
 STACK_SECONDS = 5.0
 """Ranks that stand still have so long to say where."""
+RESUMES = "training goes on from its last checkpoint when it runs again"
 FOLDER_PREFIX = "eagle3-ranks-"
 """Of temporary folders; the process that made one follows."""
 
@@ -178,7 +179,7 @@ class _Group:
         self._progress, self._stall_seconds = progress, stall_seconds
         self._ranks: list[_Rank] = []
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
-        self._is_paused = self._has_stalled = False
+        self._is_paused = False
         self._last_step: float | None = None
 
     def start(self, rank: int, folder: Path, variables: Mapping[str, str]) -> None:
@@ -187,22 +188,32 @@ class _Group:
         self._ranks[-1].start()
 
     def watch(self) -> None:
-        """Pass lines on until all ranks have ended well, one has not, or all stand still."""
+        """Pass lines on until all ranks have ended well or one has not.
+
+        Raises:
+            RankError: all stand still.
+        """
         num_running = len(self._ranks)
         while num_running:
-            try:
-                rank, line = self._events.get(timeout=POLL_SECONDS)
-            except queue.Empty:
+            event = self._receive(POLL_SECONDS)
+            if event is None:
                 if self._stands_still():
-                    self._has_stalled = True
+                    self._pass_on_where()
+                    raise self._stall_error()
+            elif event[1] is None:
+                num_running -= 1
+                if event[0].status != 0:
                     return
-                continue
-            if line is not None:
-                self._pass_on(rank, line)
-                continue
-            num_running -= 1
-            if rank.status != 0:
-                return
+
+    def _receive(self, seconds: float) -> _Event | None:
+        """The next line or end of a rank, a line passed on; None if none comes in so many seconds."""
+        try:
+            rank, line = self._events.get(timeout=seconds)
+        except queue.Empty:
+            return None
+        if line is not None:
+            self._pass_on(rank, line)
+        return rank, line
 
     def _stands_still(self) -> bool:
         """Whether steps have stopped for too long; a pause for want of room has a limit of its own."""
@@ -216,26 +227,17 @@ class _Group:
             rank.ask_where()
         deadline = time.monotonic() + STACK_SECONDS
         while (left := deadline - time.monotonic()) > 0:
-            try:
-                rank, line = self._events.get(timeout=left)
-            except queue.Empty:
-                return
-            if line is not None:
-                self._pass_on(rank, line)
+            self._receive(left)
 
     def end(self) -> None:
         """End what still runs, and pass on what it said last."""
-        if self._has_stalled:
-            self._pass_on_where()
         for rank in self._ranks:
             if rank.status is None:
                 rank.supervisor.end(interrupted=True)
         for rank in self._ranks:
             rank.join()
-        while not self._events.empty():
-            rank, line = self._events.get()
-            if line is not None:
-                self._pass_on(rank, line)
+        while self._receive(0.0) is not None:
+            continue
 
     def result(self) -> TrainResult:
         """What the first rank left.
@@ -243,8 +245,6 @@ class _Group:
         Raises:
             Eagle3Error: see `run_ranks`.
         """
-        if self._has_stalled:
-            raise self._stall_error()
         failed = [rank for rank in self._ranks if rank.status != 0]
         if failed:
             raise _error(min(failed, key=lambda rank: rank.ended_at), len(self._ranks))
@@ -256,8 +256,7 @@ class _Group:
         error = RankError(
             f"the {len(self._ranks)} ranks have done no step for {self._stall_seconds / 60:g} minutes",
             expected="a step within train.stall_timeout_minutes",
-            remedy="see in the log where each of them stands; training goes on from its last checkpoint when "
-            "it runs again",
+            remedy=f"see in the log where each of them stands; {RESUMES}",
         )
         error.details = {"last_lines": {rank.rank: list(rank.tail) for rank in self._ranks}}
         return error
@@ -294,7 +293,7 @@ def _error(rank: _Rank, count: int) -> Eagle3Error:
         assert rank.status is not None
         last = f"; its last line: {rank.tail[-1].strip()}" if rank.tail else ""
         found = f"{name} {describe_status(rank.status)}{last}"
-    error = RankError(found, remedy="training goes on from its last checkpoint when it runs again")
+    error = RankError(found, remedy=RESUMES)
     error.details = {"rank": rank.rank, "status": rank.status, "last_lines": _last_lines(rank.tail, failure)}
     return error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -27,6 +28,20 @@ def ranks_left() -> list[int]:
     return [child.pid for child in children if "odd_rank" in " ".join(child.cmdline())]
 
 
+@pytest.fixture
+def make_odd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int, str], Path]:
+    """Lets rank 1 do something at a step; returns the file that it makes then. See `odd_rank`."""
+
+    def make(step: int, deed: str) -> Path:
+        stamp = tmp_path / "stamp"
+        monkeypatch.setattr(launch, "RANK_MODULE", "tests.training.odd_rank")
+        monkeypatch.setenv("ODD_RANK", f"1 {step} {deed}")
+        monkeypatch.setenv("ODD_STAMP", str(stamp))
+        return stamp
+
+    return make
+
+
 @pytest.mark.parametrize(
     ("step", "deed", "message"),
     [
@@ -40,16 +55,14 @@ def test_a_rank_that_fails_or_is_killed_ends_all_and_is_named(
     message: str,
     tmp_path: Path,
     tiny_target: TargetInfo,
-    monkeypatch: pytest.MonkeyPatch,
+    make_odd: Callable[[int, str], Path],
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(launch, "RANK_MODULE", "tests.training.odd_rank")
-    monkeypatch.setenv("ODD_RANK", f"1 {step} {deed}")
-    monkeypatch.setenv("ODD_STAMP", str(tmp_path / "stamp"))
+    stamp = make_odd(step, deed)
     spec = spec_of(tmp_path, tiny_target, make_samples(tiny_target, 8, 3), train=SETTINGS)
     with pytest.raises(RankError, match=message) as raised:
         train.run(spec, Quiet())  # type: ignore[arg-type]
-    assert time.time() - (tmp_path / "stamp").stat().st_mtime < 30
+    assert time.time() - stamp.stat().st_mtime < 30
     assert raised.value.details["rank"] == 1
     assert ranks_left() == []
     assert not (folder_of(spec) / "manifest.json").exists()
@@ -62,17 +75,15 @@ def test_a_rank_that_fails_or_is_killed_ends_all_and_is_named(
 def test_ranks_that_do_no_step_are_ended_and_say_where_they_stand(
     tmp_path: Path,
     tiny_target: TargetInfo,
-    monkeypatch: pytest.MonkeyPatch,
+    make_odd: Callable[[int, str], Path],
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(launch, "RANK_MODULE", "tests.training.odd_rank")
-    monkeypatch.setenv("ODD_RANK", "1 3 hang")
-    monkeypatch.setenv("ODD_STAMP", str(tmp_path / "stamp"))
+    stamp = make_odd(3, "hang")
     settings = SETTINGS | {"stall_timeout_minutes": 0.1}
     spec = spec_of(tmp_path, tiny_target, make_samples(tiny_target, 8, 3), train=settings)
     with pytest.raises(RankError, match=r"the 2 ranks have done no step for 0\.1 minutes") as raised:
         train.run(spec, Quiet())  # type: ignore[arg-type]
-    assert 5 < time.time() - (tmp_path / "stamp").stat().st_mtime < 30
+    assert 5 < time.time() - stamp.stat().st_mtime < 30
     assert ranks_left() == []
     assert (folder_of(spec) / "resume.json").is_file()
     last_lines = raised.value.details["last_lines"]
