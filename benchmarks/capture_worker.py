@@ -28,6 +28,7 @@ from benchmarks.engine_import import import_engine
 from eagle3_core.artifacts import FileEntry
 from eagle3_core.capture.job import CaptureJob, iter_take
 from eagle3_core.config import RunConfig
+from eagle3_core.step import end_process
 from eagle3_core.store.dataset import read_dataset
 from eagle3_core.store.shards import PlannedShard
 from eagle3_core.target.info import inspect_target
@@ -278,9 +279,7 @@ def serve(path: str, mode: str) -> NoReturn:
         remove_stored(Path(spec.job.folder), spec.shards_of(number))
     if engine is not None:
         engine.close()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # engines leave threads that can hang or abort at exit
+    end_process(0)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from eagle3_core.config import PROJECT_ROOT
+from eagle3_core.step import end_process
 
 if TYPE_CHECKING:
     from eagle3_core.training.ranks import Ranks
@@ -72,14 +73,8 @@ def settle(ranks: Ranks) -> None:
 
 
 def leave(result: Any, ranks: Ranks) -> NoReturn:
-    """Leave what was measured, on the first rank, and end this process, when all ranks are here.
-
-    Without taking the interpreter down: gloo's threads may still let go of tensors, and one that asks for
-    Python's lock then would abort the process.
-    """
+    """Leave what was measured, on the first rank, and end this process, when all ranks are here."""
     if ranks.is_first:
         Path(os.environ[RESULT]).write_text(json.dumps(result))
     ranks.wait()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+    end_process(0)

@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 
@@ -174,9 +174,16 @@ def end_with_descendants() -> None:
     os._exit(EXIT_PARENT_GONE)
 
 
-if __name__ == "__main__":
-    # vLLM and torch leave threads and atexit hooks that can hang or abort after the work is done and saved.
-    code = main()
+def end_process(code: int) -> NoReturn:
+    """End this process without taking the interpreter down, after the work is done and saved.
+
+    Engines, torch and its collectives leave threads and atexit hooks that can hang then, or abort: gloo's
+    threads may still let go of tensors and ask for Python's lock.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+if __name__ == "__main__":
+    end_process(main())

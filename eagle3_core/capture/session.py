@@ -33,7 +33,7 @@ from eagle3_core.capture.engines import capture_engine
 from eagle3_core.capture.job import LATER, CaptureJob, EngineEndedError, Later, wait_take
 from eagle3_core.config import RunConfig
 from eagle3_core.errors import EXIT_BUG, EXIT_OK, EXIT_USER_ERROR, Eagle3Error
-from eagle3_core.step import LOG_FORMAT, end_with_descendants
+from eagle3_core.step import LOG_FORMAT, end_process, end_with_descendants
 from eagle3_core.store.dataset import Sample, read_dataset
 from eagle3_core.store.files import write_atomic
 from eagle3_core.store.shard_writer import write_packed_shard
@@ -156,8 +156,4 @@ def main(path: str) -> int:
 
 
 if __name__ == "__main__":
-    # Engines leave threads and atexit hooks that can hang or abort after the work is done and saved.
-    code = main(sys.argv[1])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    end_process(main(sys.argv[1]))

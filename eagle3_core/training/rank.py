@@ -22,7 +22,7 @@ import torch
 
 from eagle3_core.contracts import StepOutcome, StepSpec
 from eagle3_core.errors import EXIT_BUG, EXIT_OK, Eagle3Error
-from eagle3_core.step import LOG_FORMAT, Progress, end_with_parent, failure_of
+from eagle3_core.step import LOG_FORMAT, Progress, end_process, end_with_parent, failure_of
 from eagle3_core.store.disk import DiskGuard, guarding
 from eagle3_core.store.files import write_atomic
 from eagle3_core.training.ranks import join
@@ -65,8 +65,4 @@ def _trained(spec: StepSpec) -> StepOutcome:
 
 
 if __name__ == "__main__":
-    # Collectives leave threads that would wait for ranks which have left before.
-    code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    end_process(main())

@@ -28,6 +28,7 @@ from eagle3_core.capture.job import CaptureJob, Later, wait_take
 from eagle3_core.capture.journal import Journal
 from eagle3_core.config import RunConfig
 from eagle3_core.errors import CaptureError
+from eagle3_core.step import end_process
 from eagle3_core.store.dataset import Sample
 from eagle3_core.store.shards import PlannedShard
 from eagle3_core.target.info import TargetInfo
@@ -112,6 +113,4 @@ if __name__ == "__main__":
 
         original_init = ReferenceModel.__init__
         ReferenceModel.__init__ = init  # type: ignore[method-assign]
-    code = session.main(sys.argv[1])
-    sys.stdout.flush()
-    os._exit(code)
+    end_process(session.main(sys.argv[1]))

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import sys
 
 from eagle3_core import step
@@ -30,6 +29,4 @@ def exchange_blocks(log: RequestLog) -> list[FinishedRequest]:
 
 if __name__ == "__main__":
     RequestLog.take = exchange_blocks  # type: ignore[method-assign]
-    code = step.main(["probe", *sys.argv[1:]])
-    sys.stdout.flush()
-    os._exit(code)
+    step.end_process(step.main(["probe", *sys.argv[1:]]))

@@ -7,7 +7,6 @@ samples, then a sample whose ids differ from the dataset's.
 from __future__ import annotations
 
 import json
-import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from eagle3_core.capture.job import CaptureJob, capture_layout
 from eagle3_core.capture.vllm_engine import VllmDriver, capture_with_vllm
 from eagle3_core.contracts import StepSpec
 from eagle3_core.errors import CaptureError
+from eagle3_core.step import end_process
 from eagle3_core.store.dataset import read_dataset
 from eagle3_core.store.local import LocalStore
 from eagle3_core.store.shards import plan_shards
@@ -67,5 +67,4 @@ def run_with_intruders(self: VllmDriver):  # type: ignore[no-untyped-def]
 
 if __name__ == "__main__":
     main(StepSpec.model_validate_json(Path(sys.argv[1]).read_text()))
-    sys.stdout.flush()
-    os._exit(0)
+    end_process(0)

@@ -30,9 +30,7 @@ module = types.ModuleType("made_up")
 module.run = run
 sys.modules["made_up"] = module
 step.STEPS["engine_info"] = "made_up"
-code = step.main(["engine_info", *sys.argv[1:]])
-sys.stdout.flush()
-os._exit(code)
+step.end_process(step.main(["engine_info", *sys.argv[1:]]))
 """
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from eagle3_core.step import end_process
 from eagle3_core.training import rank
 from eagle3_core.training.loop import Trainer
 
@@ -43,6 +43,4 @@ if __name__ == "__main__":
     Trainer._step = odd  # type: ignore[method-assign]
     if os.environ["RANK"] == ODD and STEP == "0":
         rank.train_rank = act
-    code = rank.main()
-    sys.stdout.flush()
-    os._exit(code)
+    end_process(rank.main())

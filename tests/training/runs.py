@@ -54,20 +54,17 @@ train.run(StepSpec.model_validate_json(Path(sys.argv[1]).read_text()), lambda *s
 """
 LEAVING_SECONDS = 20.0
 LEAVE = """
-import os
+from eagle3_core.step import end_process
 dist.barrier()
-sys.stdout.flush()
-os._exit(0)
+end_process(0)
 """
-"""How a rank ends, as a training's do: gloo's threads may still let go of tensors, and a thread that asks for
-Python's lock while the interpreter is taken down aborts the process."""
 
 
 def run_ranks(code: str, arguments: Sequence[str], count: int) -> None:
     """Run code on ranks of their own; it gets the arguments, its rank and the number of ranks.
 
     Args:
-        code: imports `sys` and `torch.distributed as dist`, and makes `dist`'s process group.
+        code: imports `torch.distributed as dist` and makes its process group.
         arguments: come before the rank and the number of ranks in `sys.argv`.
         count: of the ranks.
     """
