@@ -19,6 +19,7 @@ engines slowly.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import shutil
 import sys
@@ -45,6 +46,7 @@ from benchmarks.host_signals import QUIET_SECONDS, forget, give, wait_for
 from benchmarks.host_table import Row, format_rows, rows_of
 from eagle3_core.host.gpus import visible_gpus
 from eagle3_core.store.files import write_atomic
+from eagle3_core.store.tree import files_below
 
 LARGE_BYTES = 1 << 22
 
@@ -190,9 +192,10 @@ def outcome_line(outcome: PartOutcome) -> str:
 
 def remove_large(folder: Path) -> None:
     """Remove a part's large files: the next part may need their space, and logs are small."""
-    for path in folder.rglob("*"):
-        if path.is_file() and path.stat().st_size > LARGE_BYTES:
-            path.unlink()
+    for path in files_below(folder):
+        with contextlib.suppress(FileNotFoundError):
+            if path.stat().st_size > LARGE_BYTES:
+                path.unlink()
 
 
 def table_of(options: argparse.Namespace, outcomes: Sequence[PartOutcome]) -> list[Row]:

@@ -10,9 +10,10 @@ from eagle3_core.artifacts import ArtifactRef, Manifest
 from eagle3_core.capture.shard_queue import Staging
 from eagle3_core.errors import StoreError
 from eagle3_core.store.condemned import condemned
-from eagle3_core.store.files import TEMPORARY_PREFIX
+from eagle3_core.store.files import temporary_files
 from eagle3_core.store.local import LocalStore, strangers
 from eagle3_core.store.locks import folder_lock
+from eagle3_core.store.tree import files_below
 
 
 def remove_leftovers(store: LocalStore, artifacts: Iterable[ArtifactRef]) -> tuple[dict[str, int], list[str]]:
@@ -49,10 +50,10 @@ def leftovers(store: LocalStore, ref: ArtifactRef) -> dict[str, int]:
     with condemned shards is not: they are made anew.
     """
     folder, manifest, staging = store.folder(ref), _complete(store, ref), Staging(store, ref)
-    found = set(folder.rglob(f"{TEMPORARY_PREFIX}*"))
+    found = set(temporary_files(folder))
     if manifest is not None:
-        found |= {*strangers(folder, manifest), *_files(staging.path)}
-    found |= {path for session in staging.dead_sessions() for path in _files(session)}
+        found |= {*strangers(folder, manifest), *files_below(staging.path)}
+    found |= {path for session in staging.dead_sessions() for path in files_below(session)}
     sizes: dict[str, int] = {}
     for path in sorted(found):
         with contextlib.suppress(FileNotFoundError):  # its writer has just finished it
@@ -73,7 +74,3 @@ def _complete(store: LocalStore, ref: ArtifactRef) -> Manifest | None:
     manifest = store.find(ref)
     is_whole = manifest is not None and manifest.state == "complete" and not condemned(store, manifest)
     return manifest if is_whole else None
-
-
-def _files(folder: Path) -> list[Path]:
-    return [path for path in folder.rglob("*") if path.is_file()]

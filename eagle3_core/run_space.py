@@ -14,8 +14,9 @@ from eagle3_core.errors import Eagle3Error, HostError
 from eagle3_core.estimate.run import RunEstimate
 from eagle3_core.estimate.space import SpaceItem, peak_bytes
 from eagle3_core.host.run_folder import RunFolder
-from eagle3_core.store.disk import DiskGuard, folder_bytes, unguarded
+from eagle3_core.store.disk import DiskGuard, unguarded
 from eagle3_core.store.reserve import Reservations
+from eagle3_core.store.tree import folder_bytes
 
 UPDATE_SECONDS = 5.0
 

@@ -17,8 +17,9 @@ from pathlib import Path
 from eagle3_core.capture.job import MAX_SHARDS_IN_FLIGHT, CaptureJob
 from eagle3_core.report.figures import format_bytes
 from eagle3_core.store.dataset import Sample
-from eagle3_core.store.disk import DiskGuard, folder_bytes
+from eagle3_core.store.disk import DiskGuard
 from eagle3_core.store.shards import PlannedShard, shard_file_bytes
+from eagle3_core.store.tree import folder_bytes
 
 ENTRY_BYTES = 4096
 """Of a shard's manifest entry and claim, each a file of its own."""

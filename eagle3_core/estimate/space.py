@@ -18,9 +18,9 @@ from eagle3_core.estimate.sizes import ENTRY_BYTES, Size
 from eagle3_core.host.inspect import GIB, free_disk_bytes
 from eagle3_core.host.volume import volume_of
 from eagle3_core.planning import MAKING_STAGE
-from eagle3_core.store.disk import folder_bytes
 from eagle3_core.store.files_ahead import NUM_FILES
 from eagle3_core.store.reserve import Reservations
+from eagle3_core.store.tree import folder_bytes
 
 RUN_FOLDER_BYTES = 160_000
 """Configuration, specs, logs, summary and report of a run with all stages."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -243,16 +242,6 @@ def patiently(write: Callable[[], T], path: Path, num_bytes: int, what: str) -> 
     """Repeat a write that finds the disk full; see `DiskGuard.patiently`."""
     guard = _guards[-1] if _guards else None
     return guard.patiently(write, path, num_bytes, what) if guard else write()
-
-
-def folder_bytes(folder: Path) -> int:
-    """Bytes of all files below a folder; 0 where it is not there."""
-    total = 0
-    for root, _, names in os.walk(folder):
-        for name in names:
-            with contextlib.suppress(OSError):
-                total += os.lstat(os.path.join(root, name)).st_size
-    return total
 
 
 def _full(shortage: Shortage, what: str, minutes: float | None = None) -> DiskFullError:

@@ -20,6 +20,7 @@ import xxhash
 from eagle3_core.artifacts import FileEntry
 from eagle3_core.errors import StoreError
 from eagle3_core.store.disk import patiently
+from eagle3_core.store.tree import files_below
 
 READ_BYTES = 1 << 20
 """Small enough to stay in a core's cache between reading and hashing."""
@@ -171,9 +172,14 @@ def is_lock_file(path: Path) -> bool:
     return path.name == LOCK_NAME or path.name.startswith(f"{LOCK_NAME}-")
 
 
+def temporary_files(folder: Path) -> list[Path]:
+    """What is being written below a folder, or was when its writer was interrupted."""
+    return [path for path in files_below(folder) if path.name.startswith(TEMPORARY_PREFIX)]
+
+
 def remove_temporary_files(folder: Path) -> None:
     """Remove what an interrupted writer left; call it with the folder's lock held."""
-    for leftover in folder.rglob(f"{TEMPORARY_PREFIX}*"):
+    for leftover in temporary_files(folder):
         leftover.unlink(missing_ok=True)
 
 

@@ -35,6 +35,7 @@ from eagle3_core.store.files import (
 )
 from eagle3_core.store.locks import FolderLock, folder_lock
 from eagle3_core.store.notes import FolderNotes, Notes
+from eagle3_core.store.tree import files_below
 
 if TYPE_CHECKING:
     from eagle3_core.store.trash import Trash
@@ -310,8 +311,8 @@ def strangers(folder: Path, manifest: Manifest) -> list[Path]:
     keep = {MANIFEST_NAME, *(entry.path for entry in manifest.files)}
     return [
         path
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.relative_to(folder).as_posix() not in keep and not is_lock_file(path)
+        for path in sorted(files_below(folder))
+        if path.relative_to(folder).as_posix() not in keep and not is_lock_file(path)
     ]
 
 

@@ -244,9 +244,10 @@ class RemoteStore(LocalStore):
         mine = root / f"{process.pid}-{process.start_ticks}"
         if not mine.is_dir():
             for owner in root.glob(f"*/{OWNER_NAME}"):
-                maker = ProcessId.parse(owner.read_text())
-                if maker is not None and maker.is_gone():
-                    shutil.rmtree(owner.parent, ignore_errors=True)
+                with contextlib.suppress(FileNotFoundError):  # another process has just removed it
+                    maker = ProcessId.parse(owner.read_text())
+                    if maker is not None and maker.is_gone():
+                        shutil.rmtree(owner.parent, ignore_errors=True)
             write_atomic(mine / OWNER_NAME, str(process))
         return mine
 

@@ -13,7 +13,7 @@ import contextlib
 import errno
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -28,6 +28,7 @@ from eagle3_core.store.disk import is_no_space
 from eagle3_core.store.files import LOCK_NAME, is_lock_file, sync_folder
 from eagle3_core.store.local import MANIFEST_NAME, LocalStore
 from eagle3_core.store.locks import folder_lock
+from eagle3_core.store.tree import folder_bytes
 
 TRASH = "trash"
 TIME_FORMAT = "%Y%m%d-%H%M%S-%f"
@@ -131,7 +132,9 @@ class FolderTrash:
         """What can be restored, oldest first; bytes as they lie on the disk."""
         found = ((path, TrashEntry.parse(path.name)) for path in sorted(self._root.glob("*")))
         return [
-            TrashEntry(entry.ref, entry.moved_at, _size(path)) for path, entry in found if entry is not None
+            TrashEntry(entry.ref, entry.moved_at, folder_bytes(path))
+            for path, entry in found
+            if entry is not None
         ]
 
     def manifest(self, entry: TrashEntry) -> Manifest:
@@ -266,14 +269,6 @@ def _is_complete(manifest: Callable[[TrashEntry], Manifest], entry: TrashEntry) 
         return manifest(entry).state == "complete"
     except StoreError:
         return False
-
-
-def _size(folder: Path) -> int:
-    return sum(path.stat().st_size for path in _files(folder))
-
-
-def _files(folder: Path) -> Iterator[Path]:
-    return (path for path in folder.rglob("*") if path.is_file())
 
 
 def _remove(folder: Path) -> None:

@@ -23,7 +23,7 @@ from eagle3_core.planning import RunPlan
 from eagle3_core.step import Progress
 from eagle3_core.store import disk
 from eagle3_core.store.dataset import Sample, content_hash
-from eagle3_core.store.files import TEMPORARY_PREFIX, file_problem
+from eagle3_core.store.files import file_problem, temporary_files
 from eagle3_core.store.local import LocalStore
 from eagle3_core.store.shards import ShardReader
 from eagle3_core.target.info import inspect_target
@@ -118,10 +118,6 @@ def spec_of(root: Path, target: Path, samples: list[Sample], **limits: Any) -> S
     )  # fmt: skip
 
 
-def temporary(root: Path) -> list[Path]:
-    return list(root.rglob(f"{TEMPORARY_PREFIX}*"))
-
-
 def check_whole(spec: StepSpec, samples: list[Sample]) -> None:
     """Every sample is there once, in order, and every file is what its manifest says."""
     store = LocalStore(spec.config.store_path)
@@ -191,7 +187,7 @@ def test_it_pauses_at_the_reserve_with_whole_shards_only_and_goes_on_when_the_di
     running.wait_for(lambda: running.progress.paused)
     assert "needed above the reserve" in str(running.progress.paused)
     assert str(running.progress.paused).startswith("paused: no space: ")
-    running.wait_for(lambda: not temporary(store.path))
+    running.wait_for(lambda: not temporary_files(store.path))
     assert 4 <= check_finished_shards(spec) <= 6
     assert disk.free_disk_bytes(store.path) >= reserve
     store.resize(STATES + 40 * MIB)
@@ -208,7 +204,7 @@ def test_a_disk_that_is_really_full_costs_no_engine_and_no_sample(
     spec = spec_of(tmp_path, target, samples)
     running = Running(spec)
     running.wait_for(lambda: running.progress.paused)
-    running.wait_for(lambda: not temporary(store.path))
+    running.wait_for(lambda: not temporary_files(store.path))
     assert check_finished_shards(spec) >= 5
     store.resize(STATES + 40 * MIB)
     result = running.result()
@@ -250,7 +246,7 @@ def test_by_policy_it_fails_with_one_line_instead_and_can_be_gone_on_with(
     assert "\n" not in str(caught.value)
     made = check_finished_shards(spec)
     assert made >= 4
-    assert not temporary(store.path)
+    assert not temporary_files(store.path)
     store.resize(STATES + 40 * MIB)
     assert extract.run(spec, Watched()).num_new_shards == 13 - made
     check_whole(spec, samples)

@@ -22,6 +22,7 @@ from eagle3_core.step import Progress
 from eagle3_core.store.local import LocalStore
 from eagle3_core.store.open import open_store
 from eagle3_core.store.sample_cache import SampleCache
+from eagle3_core.store.tree import files_below
 from eagle3_core.target.info import inspect_target
 from eagle3_core.training import train
 from tests.capture.runs import capture_spec, make_samples, verify_spec
@@ -183,9 +184,10 @@ def watched(workspace: Path, cache: SampleCache) -> Iterator[Most]:
 
 def shard_bytes(folder: Path) -> int:
     total = 0
-    for path in folder.rglob("*shard-*.safetensors*"):
-        with contextlib.suppress(FileNotFoundError):
-            total += path.stat().st_size
+    for path in files_below(folder):
+        if "shard-" in path.name and ".safetensors" in path.name:
+            with contextlib.suppress(FileNotFoundError):
+                total += path.stat().st_size
     return total
 
 
@@ -252,7 +254,7 @@ def test_a_lost_shard_is_named_in_one_line_made_again_and_training_goes_on(
     content = s3.keys()[lost]
 
     def lose(step: int) -> None:
-        if any(tmp_path.rglob("resume.json")):
+        if any(path.name == "resume.json" for path in files_below(tmp_path)):
             s3.client().delete_object(Bucket=BUCKET, Key=lost)
 
     pattern = rf"s3://{BUCKET}/{lost}"

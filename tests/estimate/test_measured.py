@@ -16,8 +16,8 @@ from eagle3_core.identity import plan_export
 from eagle3_core.serving import export
 from eagle3_core.step import Progress
 from eagle3_core.store.dataset import read_dataset
-from eagle3_core.store.disk import folder_bytes
 from eagle3_core.store.local import LocalStore
+from eagle3_core.store.tree import folder_bytes
 from eagle3_core.target.info import inspect_target
 from eagle3_core.training import train
 from eagle3_core.training.checkpoint import ResumeFolder

@@ -17,10 +17,10 @@ from eagle3_core.estimate.space import SpaceItem, peak_bytes
 from eagle3_core.host.run_folder import create_run_folder
 from eagle3_core.pipeline import run_stage
 from eagle3_core.planning import plan_run
-from eagle3_core.store.disk import folder_bytes
 from eagle3_core.store.files import write_atomic
 from eagle3_core.store.local import LocalStore
 from eagle3_core.store.reserve import Reservations
+from eagle3_core.store.tree import folder_bytes
 from tests.disks import small_disk
 from tests.doubles.profile import stand_in_config
 
