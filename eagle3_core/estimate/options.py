@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -16,7 +17,7 @@ from eagle3_core.config import RunConfig
 from eagle3_core.errors import Eagle3Error
 from eagle3_core.estimate.case import Case, SpaceOption
 from eagle3_core.estimate.space import FileSystemEstimate, Made
-from eagle3_core.host.inspect import free_disk_bytes
+from eagle3_core.host.inspect import GIB, free_disk_bytes
 from eagle3_core.host.run_folder import used_by_runs
 from eagle3_core.host.volume import volume_of
 from eagle3_core.sections import RetentionConfig
@@ -36,7 +37,8 @@ def space_options(case: Case, lacking: FileSystemEstimate) -> list[SpaceOption]:
         lacking: the file system.
     """
     makers: tuple[Callable[[Case, FileSystemEstimate], Iterator[SpaceOption]], ...] = (
-        _collect, _smaller_cache, _smaller_backlog, _fewer_final_states, _other_disk, _bucket, _fewer_samples,
+        _collect, _fewer_checkpoints, _smaller_cache, _smaller_backlog, _fewer_final_states, _other_disk,
+        _bucket, _fewer_samples, _smaller_reserve,
     )  # fmt: skip
     found = [option for make in makers for option in make(case, lacking)]
     return sorted(found, key=lambda option: option.lacking_bytes > 0)
@@ -66,6 +68,22 @@ def _collect(case: Case, lacking: FileSystemEstimate) -> Iterator[SpaceOption]:
         left = max(0, lacking.lacking_bytes - freed)
         change = f"`eagle3 gc{flags}` and `eagle3 gc --purge` free {freed:,} bytes"
         yield SpaceOption(change=change, need_bytes=lacking.need_bytes, lacking_bytes=left)
+
+
+def _fewer_checkpoints(case: Case, lacking: FileSystemEstimate) -> Iterator[SpaceOption]:
+    """One resumable checkpoint while training goes on; what comes out stays the same."""
+    train = case.config.train
+    if train.keep_last > 1:
+        changed = case.config.model_copy(update={"train": train.model_copy(update={"keep_last": 1})})
+        yield from _tried("train.keep_last=1", replace(case, config=changed), lacking)
+
+
+def _smaller_reserve(case: Case, lacking: FileSystemEstimate) -> Iterator[SpaceOption]:
+    """Less that must stay free, where the run itself fits."""
+    left = lacking.reserve_bytes - lacking.lacking_bytes
+    if left >= 0:
+        change = f"limits.min_free_disk_gib={math.floor(left / GIB * 1000) / 1000:g}"
+        yield SpaceOption(change=change, need_bytes=lacking.need_bytes, lacking_bytes=0)
 
 
 def _smaller_cache(case: Case, lacking: FileSystemEstimate) -> Iterator[SpaceOption]:

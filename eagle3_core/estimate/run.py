@@ -114,7 +114,8 @@ def space_line(system: FileSystemEstimate) -> str:
     named = ", ".join(f"{item.what} {item.peak_bytes:,}" for item in largest)
     verb = "fits" if system.fits else "does not fit"
     line = (
-        f"the run {verb} on {system.mount}: it needs {system.need_bytes:,} bytes there ({named}), "
+        f"the run {verb} on {system.mount}: it needs {system.need_bytes:,} bytes there at once "
+        f"(the largest, each at its own peak: {named}), "
         f"{system.free_bytes:,} are free and {system.reserve_bytes:,} must stay so"
     )
     if system.reserved:

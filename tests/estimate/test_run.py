@@ -14,6 +14,7 @@ from eagle3_core.errors import DiskFullError
 from eagle3_core.estimate import space
 from eagle3_core.estimate.run import RunEstimate, check_space, estimate_run
 from eagle3_core.estimate.space import SpaceItem, peak_bytes
+from eagle3_core.host.inspect import GIB
 from eagle3_core.host.run_folder import create_run_folder
 from eagle3_core.pipeline import run_stage
 from eagle3_core.planning import plan_run
@@ -86,7 +87,7 @@ def test_a_run_that_does_not_fit_is_refused_with_the_figures_and_the_smallest_ch
     with pytest.raises(DiskFullError) as caught:
         check_space(estimate)
     line = str(caught.value)
-    assert f"it needs {need:,} bytes there (" in line
+    assert f"it needs {need:,} bytes there at once (the largest, each at its own peak: " in line
     assert f"{need - 1:,} are free and 0 must stay so; 1 are lacking" in line
     assert "the smallest change that makes it fit: " in line
     assert "\n" not in line
@@ -108,6 +109,26 @@ def test_every_change_that_is_offered_was_tried(tmp_path: Path, monkeypatch: pyt
     assert estimate_run(plan_run(loss_rows)).file_systems[0].need_bytes == (
         changes["capture.final_state=loss_rows"].need_bytes
     )
+
+
+def test_fewer_resumable_checkpoints_are_offered_and_a_smaller_reserve_where_that_would_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = stand_in_config(tmp_path, train={"keep_last": 50})
+    need = estimate_run(plan_run(config)).file_systems[0].need_bytes
+    changes = {one.change: one for one in with_free(monkeypatch, need - 1, config).options}
+    one_checkpoint = changes["train.keep_last=1"]
+    assert one_checkpoint.lacking_bytes == 0
+    fewer = stand_in_config(tmp_path, train={"keep_last": 1})
+    assert estimate_run(plan_run(fewer)).file_systems[0].need_bytes == one_checkpoint.need_bytes
+    assert not any(change.startswith("limits.") for change in changes)
+    free = need + 3 * GIB // 2
+    careful = stand_in_config(tmp_path, limits={"min_free_disk_gib": 2.0})
+    options = with_free(monkeypatch, free, careful).options
+    (change,) = [one.change for one in options if one.change.startswith("limits.")]
+    assert careful.limits.min_free_disk_gib > float(change.partition("=")[2]) > 1.4
+    bolder = stand_in_config(tmp_path, limits={"min_free_disk_gib": float(change.partition("=")[2])})
+    assert with_free(monkeypatch, free, bolder).fits
 
 
 def test_what_garbage_collection_would_free_is_the_smallest_change(
