@@ -6,6 +6,7 @@ Commands that need no Prefect do not import it, so they answer at once.
 from __future__ import annotations
 
 import sys
+import traceback
 from pathlib import Path
 from typing import Annotated
 
@@ -41,7 +42,7 @@ app = typer.Typer(
     help="Train an EAGLE-3 draft for a target model and measure it in the engine that will serve it.",
     epilog="A PROFILE is a YAML file or the name of one in deployments/profiles. Errors are one line and the "
     "exit code says whose they are: 2 yours to correct, 3 a step that failed (its log is named), 1 a bug. "
-    "`--debug` shows the traceback.",
+    "With `--debug`, which every command takes, the traceback comes first.",
 )
 app.add_typer(target_app, name="target")
 app.add_typer(capture_app, name="capture")
@@ -209,11 +210,12 @@ def main(arguments: list[str] | None = None) -> int:
         return _say(f"{usage}; `--help` lists what there is", EXIT_USER_ERROR) if usage else EXIT_USER_ERROR
     except Exception as error:
         if debug:
-            raise
+            traceback.print_exc()
         if isinstance(error, Eagle3Error):
             return _say(str(error), error.exit_code)
         reason = " ".join(str(error).split())
-        return _say(f"{type(error).__name__}: {reason}; `--debug` shows where", EXIT_BUG)
+        hint = "" if debug else "; `--debug` shows where"
+        return _say(f"{type(error).__name__}: {reason}{hint}", EXIT_BUG)
 
 
 def _say(message: str, exit_code: int) -> int:

@@ -49,7 +49,7 @@ def missing_target(profile):
 
 def unknown_key(profile):
     edit(profile, train__num_epoch=3)
-    return "unknown key train.num_epoch"
+    return "unknown key train.num_epoch, perhaps num_epochs is meant; "
 
 
 def wrong_type(profile):
@@ -118,6 +118,19 @@ def test_what_cannot_run_ends_in_one_line_before_any_step(profile, break_it, cap
     assert errors.startswith("eagle3: ")
     assert expected in errors
     assert not list(profile.parent.glob("workspace/runs/*"))
+
+
+def test_a_traceback_that_is_asked_for_changes_neither_the_line_nor_the_exit_code(profile, capsys):
+    from flows.cli import main
+
+    missing_target(profile)
+    for command in ("run", "plan"):
+        assert main([command, str(profile)]) == EXIT_USER_ERROR
+        line = capsys.readouterr().err
+        assert main([command, str(profile), "--debug"]) == EXIT_USER_ERROR
+        errors = capsys.readouterr().err
+        assert errors.startswith("Traceback (most recent call last):\n")
+        assert errors.endswith(line)
 
 
 def test_an_unknown_stage_names_the_valid_ones(profile, capsys):
@@ -228,8 +241,10 @@ def test_an_error_that_nobody_expected_is_one_line_too(profile, capsys, monkeypa
     monkeypatch.setattr(views, "show_plan", broken)
     assert main(["plan", str(profile)]) == EXIT_BUG
     assert capsys.readouterr().err == ("eagle3: ZeroDivisionError: division by zero; `--debug` shows where\n")
-    with pytest.raises(ZeroDivisionError):
-        main(["plan", str(profile), "--debug"])
+    assert main(["plan", str(profile), "--debug"]) == EXIT_BUG
+    errors = capsys.readouterr().err
+    assert "in broken\n" in errors
+    assert errors.endswith("eagle3: ZeroDivisionError: division by zero\n")
 
 
 def test_an_exit_with_a_message_is_a_failure(profile, capsys, monkeypatch):
