@@ -6,6 +6,7 @@ line, the Prefect form and the reference page are generated from them.
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import re
 from collections.abc import Iterable, Sequence
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from eagle3_core.errors import ConfigError
 from eagle3_core.overrides import Override, origin_of
@@ -242,10 +243,22 @@ def parse_config(
         ) from error
 
 
+def _known_keys(path: Iterable[str | int]) -> tuple[str, ...]:
+    """The fields of the section at a path; none where there is no section."""
+    section: Any = RunConfig
+    for part in path:
+        field = section.model_fields.get(part)
+        section = field.annotation if field else None
+        if not (isinstance(section, type) and issubclass(section, BaseModel)):
+            return ()
+    return tuple(section.model_fields)
+
+
 def _describe(problem: Any) -> str:
     where = ".".join(str(part) for part in problem["loc"]) or "top level"
     if problem["type"] == "extra_forbidden":
-        return f"unknown key {where}"
+        near = difflib.get_close_matches(where.rpartition(".")[2], _known_keys(problem["loc"][:-1]), n=1)
+        return f"unknown key {where}" + (f", perhaps {near[0]} is meant" if near else "")
     if problem["type"] == "missing":
         return f"{where} is missing"
     if problem["type"] == "value_error" and isinstance(problem["input"], dict):

@@ -118,7 +118,7 @@ def need_on_host(config: RunConfig, target: TargetInfo, capture_bytes: int) -> M
     caches = 1 if config.capture.engine == "reference" else replicas
     return MemoryNeed(
         weights=replicas * weight_bytes(target, config.target.dtype),
-        kv_cache=caches * int(config.engine.kv_cache_gib * GIB),
+        kv_cache=caches * config.engine.kv_cache_gib * GIB,
         states=states,
     )
 

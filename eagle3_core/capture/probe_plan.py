@@ -113,7 +113,7 @@ def probe_config(config: RunConfig, folder: str, small: dict[str, Any]) -> RunCo
             "engine": config.engine.model_copy(
                 update={
                     "max_num_seqs": 8,
-                    "kv_cache_gib": 1.0,
+                    "kv_cache_gib": 1,
                     "tensor_parallel_size": tensor_parallel_size(config),
                     "gpu_memory_utilization": min(
                         GPU_MEMORY_UTILIZATION[config.capture.engine],

@@ -34,7 +34,7 @@ def engine_environment(engine: EngineConfig, inherited: dict[str, str] | None = 
     if engine.device == "cpu":
         variables |= {
             "CUDA_VISIBLE_DEVICES": "",
-            "VLLM_CPU_KVCACHE_SPACE": str(max(1, round(engine.kv_cache_gib))),
+            "VLLM_CPU_KVCACHE_SPACE": str(engine.kv_cache_gib),
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         }

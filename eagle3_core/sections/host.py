@@ -19,7 +19,7 @@ class EngineConfig(Section):
     tensor_parallel_size: int = Field(default=1, ge=1, description="GPUs that hold one target together.")
     max_num_seqs: int = Field(default=32, ge=1, description="Sequences that the engine runs at once.")
     max_model_len: int = Field(default=2048, ge=32, description="Longest sequence in the engine, tokens.")
-    kv_cache_gib: float = Field(default=2.0, gt=0, description="KV cache on the CPU, GiB.")
+    kv_cache_gib: int = Field(default=2, ge=1, description="KV cache of vLLM on the CPU, whole GiB.")
     enforce_eager: bool = Field(
         default=False,
         description="No compilation and no CUDA graphs in vLLM: loads a minute sooner, generates slower. "

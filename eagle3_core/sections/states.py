@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import ByteSize, Field, model_validator
+from pydantic import ByteSize, Field, field_validator, model_validator
 
 from eagle3_core.sections.base import Dtype, Fraction, Section
 
@@ -47,7 +47,7 @@ class DataConfig(Section):
         default=("builtin",),
         min_length=1,
         description="Sources of conversations: `builtin` for the shipped prompts, or JSONL files with "
-        '{"id", "kind", "split", "messages"} per line.',
+        '{"id", "kind", "split", "messages"} per line; a single one needs no list.',
     )
     heldout_fraction: Fraction = Field(
         default=0.1,
@@ -66,6 +66,11 @@ class DataConfig(Section):
     max_rejected_fraction: Fraction = Field(
         default=0.5, description="More rejected samples than this share end the stage."
     )
+
+    @field_validator("prompts", mode="before")
+    @classmethod
+    def _one_source(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
 
 
 class CaptureConfig(Section):

@@ -29,7 +29,19 @@ def refusal(**changes) -> str:
 
 
 def test_an_unknown_key_is_named_with_its_section():
-    assert refusal(train={"epochs": 3}).startswith("profile.yaml: unknown key train.epochs; ")
+    assert refusal(train={"epochs": 3}).startswith("profile.yaml: unknown key train.epochs, ")
+    assert "unknown key train.zzz; " in refusal(train={"zzz": 3})
+
+
+def test_a_key_that_is_nearly_one_is_told_which():
+    assert "unknown key train.num_epoch, perhaps num_epochs is meant" in refusal(train={"num_epoch": 3})
+    assert "data.generation.top, perhaps top_p is meant" in refusal(data={"generation": {"top": 1}})
+    assert "unknown key trian, perhaps train is meant" in refusal(trian={})
+
+
+def test_a_single_source_of_prompts_needs_no_list():
+    config = parse_config(MINIMAL | {"data": {"prompts": "a.jsonl"}})
+    assert config == parse_config(MINIMAL | {"data": {"prompts": ["a.jsonl"]}})
 
 
 def test_a_wrong_type_says_what_was_found():

@@ -240,7 +240,7 @@ def test_the_embedding_output_of_a_deepseek_type_target_is_refused_with_vllm_onl
 
 
 def test_a_target_that_does_not_fit_into_memory_is_refused_before_loading(tmp_path):
-    config = change(stand_in_config(tmp_path), "engine", kv_cache_gib=10_000.0)
+    config = change(stand_in_config(tmp_path), "engine", kv_cache_gib=10_000)
     found = one_line(config)
     assert "GiB of memory are available; expected at least 10000.0 GiB (" in found
     assert "10000.0 GiB of KV cache" in found
