@@ -255,11 +255,13 @@ def _outcome(
     manifests = [*filter(None, others), *needed]
     result = RESULT_TYPES[stage].model_validate(manifests[-1].facts.get("result"))
     verb = "reused, hashes match" if reused else "made"
+    beside = len(manifests) - 1
+    more = f" and {beside} other{'s' if beside > 1 else ''}" if beside else ""
     return StageOutcome(
         stage=stage,  # type: ignore[arg-type]
         reused=reused,
         artifacts=tuple(manifest.ref for manifest in manifests),
-        message=f"{verb}: {manifests[-1].ref}, {sum(manifest.bytes for manifest in manifests):,} bytes",
+        message=f"{verb}: {manifests[-1].ref}{more}, {sum(manifest.bytes for manifest in manifests):,} bytes",
         result=result.model_dump(mode="json"),
     )
 

@@ -302,7 +302,8 @@ def _check_prompts(config: RunConfig) -> str:
     for split in ("train", "heldout"):
         if not splits[split]:
             raise DataError(
-                f"none of the {len(found.prompts):,} prompts is in the split {split}, of {names}",
+                f"none of the {len(found.prompts):,} prompts is in the split {split}, of {names}"
+                + (f"; {rejected}" if rejected else ""),
                 remedy="add prompts, or change data.heldout_fraction or the rows' `split`",
             )
     counted = f"{splits['train']:,} prompts to train on, {splits['heldout']:,} held out"

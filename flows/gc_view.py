@@ -34,7 +34,7 @@ def days(text: str) -> float:
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([mhdw]?)", text.strip())
     if match is None:
-        raise ConfigError(f"{text!r} is no span of time", expected="such as 14d, 36h or 2w")
+        raise ConfigError(f"{text!r} is no span of time", expected="such as 90m, 36h, 14d or 2w")
     number = float(match[1]) * SECONDS[match[2] or "d"] / SECONDS["d"]
     if number > MAX_DAYS:
         raise ConfigError(f"{text!r} is too long a span of time", expected=f"at most {MAX_DAYS:g}d")
