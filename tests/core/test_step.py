@@ -90,6 +90,17 @@ def test_a_step_ends_with_its_children_when_its_standard_input_closes(tmp_path):
     assert not result.exists()
 
 
+def test_a_step_without_a_free_descriptor_ends_too_when_its_standard_input_closes(tmp_path):
+    body = (
+        "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3)); "
+        "print('ready', flush=True); time.sleep(300)"
+    )
+    process, _ = start(tmp_path, body)
+    assert process.stdout.readline() == "ready\n"
+    process.stdin.close()
+    assert process.wait(timeout=120) == EXIT_PARENT_GONE
+
+
 def test_progress_is_rate_limited_but_the_end_is_always_told(capfd):
     progress = Progress("train")
     for step in range(1001):
