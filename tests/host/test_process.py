@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -280,6 +281,19 @@ def test_a_process_id_knows_whether_its_process_lives():
     assert theirs.is_gone()
     assert ProcessId.parse(str(theirs)) == theirs
     assert ProcessId.parse("nonsense") is None
+
+
+def test_a_process_is_not_taken_for_gone_by_one_that_has_no_descriptor_left(monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    process = ProcessId.current()
+    gone = process.model_copy(update={"start_ticks": 1})
+    monkeypatch.setattr(Path, "read_text", refuse)
+    assert not process.is_gone()
+    assert not gone.is_gone()
+    with pytest.raises(OSError, match="Too many open files"):
+        ProcessId.current()
 
 
 def test_a_process_of_another_host_is_not_taken_for_gone(monkeypatch):
