@@ -11,9 +11,10 @@ import pytest
 pytestmark = pytest.mark.orchestrator
 
 
-def test_nobody_can_take_the_port_of_a_server_that_does_not_listen_yet(tmp_path, prefect_home):
+def test_nobody_can_take_the_port_of_a_server_that_does_not_listen_yet(tmp_path, monkeypatch):
     from flows.embedded_server import EmbeddedServer
 
+    monkeypatch.setenv("PREFECT_HOME", str(tmp_path))  # its database is not begun where others go on with it
     server = EmbeddedServer(tmp_path / "server.log")
     try:
         with socket.socket() as other, pytest.raises(OSError, match="in use") as caught:
