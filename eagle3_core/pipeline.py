@@ -73,7 +73,7 @@ def run_stage(
 
 
 def _run_stage(stage: Stage, run: StageRun) -> StageOutcome:
-    started = time.monotonic()
+    started, spent = time.monotonic(), 0.0
     try:
         earlier = run.folder.record().stage(stage)
         attempts = earlier.attempts if earlier else 0
@@ -83,10 +83,10 @@ def _run_stage(stage: Stage, run: StageRun) -> StageOutcome:
         outcome = _HANDLERS[stage](run)
     except Exception as error:
         failure = StageError(stage, error)
-        _record_failure(run, stage, "failed", str(failure), time.monotonic() - started)
+        _record_failure(run, stage, "failed", str(failure), spent + time.monotonic() - started)
         raise failure from error
     except BaseException:
-        _record_failure(run, stage, "cancelled", "interrupted", time.monotonic() - started)
+        _record_failure(run, stage, "cancelled", "interrupted", spent + time.monotonic() - started)
         raise
     seconds = spent + time.monotonic() - started
     run.folder.update_stage(
@@ -103,12 +103,22 @@ def _run_stage(stage: Stage, run: StageRun) -> StageOutcome:
 
 
 def _record_failure(run: StageRun, stage: Stage, state: str, message: str, seconds: float) -> None:
-    """Record it where the run folder still exists; the error itself matters more."""
-    with contextlib.suppress(Eagle3Error), unguarded():
-        spent = getattr(run.folder.record().stage(stage), "seconds", None) or 0.0
-        run.folder.update_stage(
-            stage, state=state, seconds=round(spent + seconds, 3), message=message, log=_log_name(run, stage)
-        )
+    """Record it where the run folder still exists; the error itself matters more.
+
+    A cancelled run may get a signal too, from its worker: it must not leave a stage that seems to run.
+    """
+
+    def record() -> None:
+        with contextlib.suppress(Eagle3Error), unguarded():
+            run.folder.update_stage(
+                stage, state=state, seconds=round(seconds, 3), message=message, log=_log_name(run, stage)
+            )
+
+    try:
+        record()
+    except BaseException:
+        record()
+        raise
 
 
 def _log_name(run: StageRun, stage: Stage) -> str | None:

@@ -165,13 +165,13 @@ def end_with_parent() -> None:
 
 
 def end_with_descendants() -> None:
-    """End every descendant and this process, at once."""
-    for child in psutil.Process().children(recursive=True):
-        try:
-            child.send_signal(signal.SIGKILL)
-        except psutil.NoSuchProcess:
-            continue
-    os._exit(EXIT_PARENT_GONE)
+    """End every descendant and this process, at once; this process also where the others cannot be listed."""
+    try:
+        for child in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.send_signal(signal.SIGKILL)
+    finally:
+        os._exit(EXIT_PARENT_GONE)
 
 
 def end_process(code: int) -> NoReturn:

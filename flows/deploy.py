@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +11,7 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import DeploymentScheduleCreate, WorkPoolCreate
 from prefect.client.schemas.objects import DeploymentSchedule
 from prefect.client.schemas.schedules import CronSchedule
-from prefect.exceptions import ObjectNotFound
+from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
 from prefect.settings import PREFECT_API_URL
 from prefect.utilities.callables import parameter_schema
 
@@ -56,7 +57,8 @@ def _ensure_work_pool(client: SyncPrefectClient) -> str:
         client.read_work_pool(WORK_POOL)
         return f"work pool {WORK_POOL} is there"
     except ObjectNotFound:
-        client.create_work_pool(WorkPoolCreate(name=WORK_POOL, type="process"))
+        with contextlib.suppress(ObjectAlreadyExists):  # a worker that starts now makes it too
+            client.create_work_pool(WorkPoolCreate(name=WORK_POOL, type="process"))
         return f"work pool {WORK_POOL} made"
 
 

@@ -37,11 +37,14 @@ class EmbeddedServer:
 
     def __init__(self, log_path: Path) -> None:
         self._log_path = log_path
-        self._port = free_port()
         log_path.parent.mkdir(parents=True, exist_ok=True)
-        with log_path.open("wb") as log:
+        # The server gets the socket, not a number: until it listens, another process could take the port.
+        with socket.socket() as listener, log_path.open("wb") as log:
+            listener.bind(("127.0.0.1", 0))
+            self._port = listener.getsockname()[1]
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "flows.embedded_server", str(self._port)],
+                [sys.executable, "-m", "flows.embedded_server", str(listener.fileno())],
+                pass_fds=(listener.fileno(),),
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -94,20 +97,17 @@ class EmbeddedServer:
             return False
 
 
-def free_port() -> int:
-    """A port of 127.0.0.1 that nobody uses now."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
-def serve(port: int) -> None:
-    """Serve the API until standard input closes or SIGTERM comes."""
+def serve(descriptor: int) -> None:
+    """Serve the API on a bound socket until standard input closes or SIGTERM comes."""
     threading.Thread(target=_end_with_parent, name="parent-watch", daemon=True).start()
     import uvicorn
     from prefect.server.api.server import create_app
 
-    uvicorn.run(create_app, factory=True, host="127.0.0.1", port=port, log_level="error")
+    server = uvicorn.Server(uvicorn.Config(create_app, factory=True, log_level="error"))
+    with socket.socket(fileno=descriptor) as listener:
+        server.run(sockets=[listener])
+    if not server.started:
+        sys.exit("the server did not start")
 
 
 def _end_with_parent() -> None:

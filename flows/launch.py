@@ -18,7 +18,7 @@ from eagle3_core.host.run_folder import RunFolder
 from eagle3_core.preflight import run_checks
 from flows.embedded_server import EmbeddedServer
 
-DRAIN_SECONDS = 15.0
+DRAIN_SECONDS = 60.0
 QUIET = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",

@@ -20,6 +20,20 @@ class SmallDisk:
         """Make it larger or smaller; what is on it stays."""
         _mount("-o", f"remount,size={num_bytes}", str(self.path))
 
+    def fill(self) -> None:
+        """Take all the space that is left; `free` gives it back."""
+        with contextlib.suppress(OSError), self._filler.open("wb", buffering=0) as file:
+            while True:
+                file.write(b"x" * 65536)
+
+    def free(self) -> None:
+        """Give back what `fill` took."""
+        self._filler.unlink(missing_ok=True)
+
+    @property
+    def _filler(self) -> Path:
+        return self.path / "filler"
+
     def make_read_only(self, read_only: bool = True) -> None:
         """Refuse every write, or allow them again."""
         _mount("-o", f"remount,{'ro' if read_only else 'rw'}", str(self.path))

@@ -62,7 +62,7 @@ def eagle3_command(prefect_home: Path) -> Callable[..., subprocess.CompletedProc
             env=os.environ | {"COLUMNS": "200"} | environment,
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=550,
         )
 
     return run

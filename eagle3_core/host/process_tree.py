@@ -48,10 +48,15 @@ class ProcessId(BaseModel):
         return f"{self.pid}:{self.start_ticks}:{self.namespace}"
 
     def is_gone(self) -> bool:
-        """Whether the process has ended; False where that cannot be known (another host or container)."""
+        """Whether the process has ended; False where that cannot be known: of another host or container, and
+        in a process that has no descriptor left to look with.
+        """
         if self.namespace != _namespace():
             return False
-        return _start_ticks(self.pid) != self.start_ticks
+        try:
+            return _start_ticks(self.pid) != self.start_ticks
+        except OSError:
+            return False
 
 
 def step_variable(token: str) -> str:
@@ -185,7 +190,7 @@ def _start_ticks(pid: int) -> int | None:
     """Field 22 of /proc/PID/stat; None for a process that has ended, zombies too."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return None
     fields = text.rpartition(")")[2].split()
     return None if fields[0] in "ZX" else int(fields[19])

@@ -34,6 +34,7 @@ StageState = Literal["pending", "running", "paused", "completed", "failed", "can
 RunState = Literal["running", "completed", "failed", "cancelled", "crashed"]
 RECORD_NAME = "stages.json"
 CONFIG_NAME = "config.yaml"
+SECOND_LETTERS = len("YYYYMMDD-HHMMSS")
 RUN_ID_PATTERN = re.compile(r"^\d{8}-\d{6}-[a-z0-9][a-z0-9._-]*-[0-9a-f]{4}$")
 
 
@@ -96,9 +97,18 @@ class RunFolder:
         Raises:
             HostError: missing or unreadable.
         """
+        record = self._read()
+        if record.state != "running" or record.owner is None or not record.owner.is_gone():
+            return record
+        record = self._read()  # it may have ended, and said how, since it was read
+        if record.state != "running":
+            return record
+        return record.model_copy(update={"state": "crashed", "message": "the run's process is gone"})
+
+    def _read(self) -> RunRecord:
         path = self.path / RECORD_NAME
         try:
-            record = RunRecord.model_validate_json(path.read_bytes())
+            return RunRecord.model_validate_json(path.read_bytes())
         except FileNotFoundError:
             raise HostError(
                 f"the run folder {self.path} has no {RECORD_NAME}: it was removed or is not a run folder",
@@ -106,9 +116,6 @@ class RunFolder:
             ) from None
         except (OSError, ValidationError) as error:
             raise HostError(f"cannot read {path} ({' '.join(str(error).split())})") from error
-        if record.state == "running" and record.owner is not None and record.owner.is_gone():
-            return record.model_copy(update={"state": "crashed", "message": "the run's process is gone"})
-        return record
 
     def write(self, record: RunRecord) -> None:
         """Replace the record.
@@ -196,8 +203,17 @@ def write_config(folder: RunFolder, config: RunConfig) -> None:
 
 def list_runs(workspace: Path) -> list[RunFolder]:
     """Run folders of a workspace, oldest first; one whose making was interrupted is no run."""
-    paths = [path for path in sorted((workspace / "runs").glob("*")) if RUN_ID_PATTERN.match(path.name)]
-    return [RunFolder(path) for path in paths if (path / RECORD_NAME).is_file()]
+    paths = [path for path in (workspace / "runs").glob("*") if RUN_ID_PATTERN.match(path.name)]
+    return [RunFolder(path) for path in sorted(paths, key=_begun) if (path / RECORD_NAME).is_file()]
+
+
+def _begun(path: Path) -> tuple[str, int, str]:
+    """When a run began: its id says the second, and its configuration was written then and never again."""
+    try:
+        written = (path / CONFIG_NAME).stat().st_mtime_ns
+    except OSError:
+        written = 0
+    return path.name[:SECOND_LETTERS], written, path.name
 
 
 def used_by_runs(workspace: Path) -> dict[ArtifactRef, str]:

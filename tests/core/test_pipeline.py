@@ -188,6 +188,24 @@ def test_a_failed_step_is_recorded_with_its_first_cause(tmp_path):
     assert record(config, "prepare").state == "completed"
 
 
+def test_a_second_signal_does_not_leave_a_cancelled_stage_that_seems_to_run(config, monkeypatch):
+    usual, signals = RunFolder.update_stage, [KeyboardInterrupt]
+
+    def interrupted(run, stage, **changes):
+        if changes["state"] == "cancelled" and signals:
+            raise signals.pop()
+        return usual(run, stage, **changes)
+
+    def cancel():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(RunFolder, "update_stage", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_stage("prepare", config, "r", Callbacks(on_tick=cancel))
+    assert not signals
+    assert record(config, "prepare").state == "cancelled"
+
+
 def test_an_error_in_the_data_is_not_worth_a_second_attempt(tmp_path):
     config = stand_in_config(tmp_path, {"step": "prepare", "kind": "user_error"})
     create_run_folder(config, STAGES, "r")

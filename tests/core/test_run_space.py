@@ -51,7 +51,7 @@ def record(config: RunConfig, stage: Any) -> StageRecord:
     return found
 
 
-def wait_for(condition: Callable[[], Any], seconds: float = 30.0) -> None:
+def wait_for(condition: Callable[[], Any], seconds: float = 120.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
@@ -63,7 +63,7 @@ def test_a_full_disk_pauses_the_stage_its_record_says_so_and_it_goes_on(
 ) -> None:
     config = make_run(tmp_path, small.path / "store")
     run_stage("prepare", config, "r")
-    (small.path / "filler").write_bytes(b"x" * disk.free_disk_bytes(small.path))
+    small.fill()
     events: list[ProgressEvent] = []
     outcomes: list[StageOutcome] = []
     callbacks = Callbacks(on_progress=events.append)
@@ -72,8 +72,8 @@ def test_a_full_disk_pauses_the_stage_its_record_says_so_and_it_goes_on(
     wait_for(lambda: record(config, "extract").state == "paused")
     assert record(config, "extract").message.startswith("paused: no space: 0 bytes free on ")
     wait_for(lambda: events and events[-1].is_paused)
-    (small.path / "filler").unlink()
-    thread.join(30)
+    small.free()
+    thread.join(120)
     assert not events[-1].is_paused
     assert record(config, "extract").state == "completed"
     assert outcomes[0].result["num_new_shards"] == 4
@@ -86,13 +86,13 @@ def test_a_stage_waits_before_it_begins_what_does_not_fit(
     config = make_run(tmp_path, small.path / "store")
     for earlier in STAGES[1 : STAGES.index(stage)]:
         run_stage(earlier, config, "r")  # type: ignore[arg-type]
-    (small.path / "filler").write_bytes(b"x" * disk.free_disk_bytes(small.path))
+    small.fill()
     thread = threading.Thread(target=run_stage, args=(stage, config, "r"))
     thread.start()
     wait_for(lambda: record(config, stage).state == "paused")
     assert f"needed above the reserve" in record(config, stage).message  # noqa: F541
-    (small.path / "filler").unlink()
-    thread.join(30)
+    small.free()
+    thread.join(120)
     assert record(config, stage).state == "completed"
 
 
@@ -101,13 +101,13 @@ def test_by_policy_a_full_disk_fails_the_stage_with_one_line_and_no_second_attem
 ) -> None:
     config = make_run(tmp_path, small.path / "store", on_full_disk="fail")
     run_stage("prepare", config, "r")
-    (small.path / "filler").write_bytes(b"x" * disk.free_disk_bytes(small.path))
+    small.fill()
     with pytest.raises(StageError, match=r"^stage extract failed: no space: ") as caught:
         run_stage("extract", config, "r")
     assert not caught.value.may_pass_next_time
     failed = record(config, "extract")
     assert (failed.state, failed.message.count("\n")) == ("failed", 0)
-    (small.path / "filler").unlink()
+    small.free()
     run_stage("extract", config, "r")
     assert record(config, "extract").state == "completed"
 
@@ -136,11 +136,11 @@ def test_a_full_workspace_costs_lines_of_a_log_and_no_run(tmp_path: Path, small:
     def fill(line: str) -> None:
         lines.append(line)
         if line == "line 10":
-            (small.path / "filler").write_bytes(b"x" * disk.free_disk_bytes(small.path))
+            small.fill()
 
     def make_room(event: ProgressEvent) -> None:
         if event.done == event.total or event.is_paused:
-            (small.path / "filler").unlink(missing_ok=True)
+            small.free()
 
     run_stage("prepare", config, "r")
     run_stage("extract", config, "r", Callbacks(on_line=fill, on_progress=make_room))

@@ -48,7 +48,7 @@ def run_open(tmp_path, body):
     """Exit code, outcome and output of a step whose standard input stays open until it has ended."""
     process, result = start(tmp_path, body)
     output = process.stdout.read()
-    process.wait(timeout=60)
+    process.wait(timeout=120)
     process.stdin.close()
     return process.returncode, StepOutcome.model_validate_json(result.read_bytes()), output
 
@@ -82,12 +82,23 @@ def test_a_step_ends_with_its_children_when_its_standard_input_closes(tmp_path):
     process, result = start(tmp_path, body)
     child = int(process.stdout.readline())
     process.stdin.close()
-    assert process.wait(timeout=30) == EXIT_PARENT_GONE
-    deadline = time.monotonic() + 10
+    assert process.wait(timeout=120) == EXIT_PARENT_GONE
+    deadline = time.monotonic() + 120
     while _is_alive(child) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not _is_alive(child)
     assert not result.exists()
+
+
+def test_a_step_without_a_free_descriptor_ends_too_when_its_standard_input_closes(tmp_path):
+    body = (
+        "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3)); "
+        "print('ready', flush=True); time.sleep(300)"
+    )
+    process, _ = start(tmp_path, body)
+    assert process.stdout.readline() == "ready\n"
+    process.stdin.close()
+    assert process.wait(timeout=120) == EXIT_PARENT_GONE
 
 
 def test_progress_is_rate_limited_but_the_end_is_always_told(capfd):

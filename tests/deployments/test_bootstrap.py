@@ -148,7 +148,7 @@ def test_a_second_setup_waits_for_the_first(tmp_path: Path) -> None:
         thread.start()
         time.sleep(0.3)
         order.append("first")
-    thread.join(timeout=10)
+    thread.join(timeout=120)
     assert order == ["first", "second"]
 
 

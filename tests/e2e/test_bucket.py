@@ -35,6 +35,7 @@ pytestmark = pytest.mark.engine
 LENGTHS = [40 + 7 * (number % 6) for number in range(40)]
 SHARD_BYTES = 128 << 10
 CHECKPOINT_SECONDS = 0.2
+PATIENCE_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
@@ -169,14 +170,18 @@ def watched(workspace: Path, cache: SampleCache) -> Iterator[Most]:
     most, stop = Most(), threading.Event()
 
     def look() -> None:
-        while not stop.wait(0.02):
-            most.shards = max(most.shards, shard_bytes(workspace))
-            most.cache = max(most.cache, cache.bytes_taken())
+        most.shards = max(most.shards, shard_bytes(workspace))
+        most.cache = max(most.cache, cache.bytes_taken())
 
-    thread = threading.Thread(target=look)
+    def look_again_and_again() -> None:
+        while not stop.wait(0.02):
+            look()
+
+    thread = threading.Thread(target=look_again_and_again)
     thread.start()
     try:
         yield most
+        look()
     finally:
         stop.set()
         thread.join()
@@ -220,19 +225,36 @@ def test_a_bucket_with_a_small_cache_gives_the_draft_of_a_local_store(
     assert manifest.content == local.store.read(manifest.ref).content
 
 
+def once_saved(is_saved: Callable[[], bool], then: Callable[[], object]) -> Callable[[int], None]:
+    """What training is told to do: `then`, at the third step, when the checkpoint of the second is there."""
+
+    def at(step: int) -> None:
+        if step == 2:
+            time.sleep(CHECKPOINT_SECONDS)  # so that one is due
+        if step == 3:
+            deadline = time.monotonic() + PATIENCE_SECONDS
+            while not is_saved():
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            then()
+
+    return at
+
+
 def test_training_goes_on_from_the_bucket_on_another_host(
     s3: S3, tmp_path: Path, target: Path, captured: Stages, local: Stages
 ) -> None:
     first, second = (in_bucket(s3, tmp_path / name, target, "captured") for name in ("first", "second"))
     checkpoint = str(first.train.outputs["checkpoint"].ref)
 
-    def die(step: int) -> None:
-        if any(key.endswith(".progress.json") for key in s3.keys(f"captured/{checkpoint}")):
-            raise KeyboardInterrupt
-        time.sleep(0.1)
+    def is_uploaded() -> bool:
+        return any(key.endswith(".progress.json") for key in s3.keys(f"captured/{checkpoint}"))
+
+    def die() -> None:
+        raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        train.run(first.train, Told(die))
+        train.run(first.train, Told(once_saved(is_uploaded, die)))
     result = train.run(second.train, Told())
     assert result.resumed_from_step is not None
     assert second.checkpoint() == local.checkpoint()
@@ -253,13 +275,15 @@ def test_a_lost_shard_is_named_in_one_line_made_again_and_training_goes_on(
     lost = f"lossy/{capture}/shard-00003.safetensors"
     content = s3.keys()[lost]
 
-    def lose(step: int) -> None:
-        if any(path.name == "resume.json" for path in files_below(tmp_path)):
-            s3.client().delete_object(Bucket=BUCKET, Key=lost)
+    def is_saved() -> bool:
+        return any(path.name == "resume.json" for path in files_below(tmp_path))
+
+    def lose() -> None:
+        s3.client().delete_object(Bucket=BUCKET, Key=lost)
 
     pattern = rf"s3://{BUCKET}/{lost}"
     with pytest.raises(StoreError, match=pattern) as trained:
-        train.run(stages.train, Told(lose))
+        train.run(stages.train, Told(once_saved(is_saved, lose)))
     assert "shard-00003" in str(trained.value)
     assert "extract" in str(trained.value)
     assert len(str(trained.value).splitlines()) == 1

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from uuid import UUID
@@ -20,14 +21,13 @@ import yaml
 from eagle3_core.config import PROJECT_ROOT, STAGES
 from eagle3_core.errors import EXIT_OK
 from eagle3_core.host.run_folder import find_run
-from flows.embedded_server import free_port
 from tests.doubles.profile import stand_in_profile
 from tests.e2e.tiny_run import tiny_profile
 from tests.host.test_process import living_steps, wait_for
 
 pytestmark = [pytest.mark.orchestrator, pytest.mark.slow]
 
-SECONDS = 300.0
+SECONDS = 500.0
 PREFECT = [sys.executable, "-m", "prefect"]
 
 
@@ -36,7 +36,7 @@ class Site:
 
     def __init__(self, home: Path) -> None:
         self.home = home
-        port = free_port()
+        port = quiet_port()
         self.variables = os.environ | {
             "PREFECT_HOME": str(home),
             "PREFECT_API_URL": f"http://127.0.0.1:{port}/api",
@@ -88,6 +88,17 @@ class Site:
         )
 
 
+def quiet_port() -> int:
+    """A free port of 127.0.0.1 of those that the kernel gives to nobody who asks for any port."""
+    given = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+    others = {*range(10000, 65536)} - {*range(int(given[0]), int(given[1]) + 1)}
+    for port in random.sample(sorted(others), len(others)):
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no port is free")
+
+
 def end_tree(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(psutil.NoSuchProcess):
         children = psutil.Process(process.pid).children(recursive=True)
@@ -103,7 +114,7 @@ def end_tree(process: subprocess.Popen[bytes]) -> None:
 def site(tmp_path_factory):
     site = Site(tmp_path_factory.mktemp("site"))
     with site.background(*site.server_command), site.client() as client:
-        assert wait_for(lambda: client.api_healthcheck() is None, 120), site.log.read_text()
+        assert wait_for(lambda: client.api_healthcheck() is None, SECONDS), site.log.read_text()
         yield site
 
 
@@ -158,7 +169,7 @@ def test_the_full_deployment_runs_to_a_measured_draft(site, deployed):
     assert [stage.stage for stage in record.stages] == list(STAGES)
     with site.client() as client:
         assert client.read_flow_run(UUID(record.flow_run_id)).state.is_completed()
-        assert {run.name for run in task_runs(client, record)} == set(STAGES)
+        assert wait_for(lambda: set(task_runs(client, record)) == set(STAGES))
 
 
 def test_a_step_made_to_fail_shows_its_last_lines_in_the_task_log(site, deployed, tmp_path):
@@ -168,8 +179,9 @@ def test_a_step_made_to_fail_shows_its_last_lines_in_the_task_log(site, deployed
     record = find_run(tmp_path / "workspace", "latest").record()
     assert [stage.state for stage in record.stages][:5] == [*["completed"] * 3, "failed", "pending"]
     with site.client() as client:
-        (failed,) = [run for run in task_runs(client, record) if run.name == "extract"]
-        assert wait_for(lambda: "token-before-exit" in log_of(client, failed.id), 30)
+        assert wait_for(lambda: "extract" in task_runs(client, record))
+        failed = task_runs(client, record)["extract"]
+        assert wait_for(lambda: "token-before-exit" in log_of(client, failed.id))
         message = client.read_flow_run(UUID(record.flow_run_id)).state.message
     assert "stage extract failed: step extract ended with exit code 1" in message
 
@@ -180,17 +192,15 @@ def test_cancelling_a_deployed_run_ends_its_step(site, deployed, tmp_path):
     assert done.returncode == EXIT_OK, done.stderr
     log = tmp_path / "workspace" / "runs"
     ready = lambda: any("grandchild-ready" in p.read_text() for p in log.glob("*/logs/extract.log"))  # noqa: E731
-    assert wait_for(ready, 120), site.log.read_text()[-4000:]
+    assert wait_for(ready, SECONDS), site.log.read_text()[-4000:]
     record = find_run(tmp_path / "workspace", "latest").record()
     assert len(living_steps(record.owner.pid)) >= 2
-    started = time.monotonic()
     assert site.prefect("flow-run", "cancel", record.flow_run_id).returncode == EXIT_OK
-    assert wait_for(lambda: not living_steps(record.owner.pid), 60)
-    assert time.monotonic() - started < 60
+    assert wait_for(lambda: not living_steps(record.owner.pid))
     with site.client() as client:
-        assert wait_for(lambda: client.read_flow_run(UUID(record.flow_run_id)).state.is_cancelled(), 60)
-    states = [stage.state for stage in find_run(tmp_path / "workspace", "latest").record().stages]
-    assert states[:5] == [*["completed"] * 3, "cancelled", "pending"]
+        assert wait_for(lambda: client.read_flow_run(UUID(record.flow_run_id)).state.is_cancelled())
+    states = lambda: [s.state for s in find_run(tmp_path / "workspace", "latest").record().stages]  # noqa: E731
+    assert wait_for(lambda: states()[:5] == [*["completed"] * 3, "cancelled", "pending"]), states()
 
 
 def run_with(site, profile, deployment, watch=True):
@@ -203,10 +213,11 @@ def run_with(site, profile, deployment, watch=True):
 
 
 def task_runs(client, record):
+    """Task runs by name; the server shows them some time after they have ended."""
     from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 
     chosen = FlowRunFilter(id=FlowRunFilterId(any_=[UUID(record.flow_run_id)]))
-    return client.read_task_runs(flow_run_filter=chosen)
+    return {run.name: run for run in client.read_task_runs(flow_run_filter=chosen)}
 
 
 def log_of(client, task_run_id):

@@ -6,9 +6,9 @@ The tests of this file follow one another in one workspace: each starts the same
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -25,7 +25,8 @@ from tests.host.test_process import living_steps, wait_for
 
 pytestmark = [pytest.mark.orchestrator, pytest.mark.slow]
 
-SECONDS = 240.0
+SECONDS = 500.0
+PACED = Path(__file__).parent / "paced"
 
 
 class Scene:
@@ -44,10 +45,17 @@ class Scene:
         self.shards: dict[str, int] = {}
         self.others = {ref for ref in LocalStore(self.config.store_path).refs() if ref.kind == "capture"}
 
-    def start(self) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "flows.cli", "run", str(self.profile)]
+    def start(self, paced: str = "") -> subprocess.Popen[str]:
+        """Start the command; a step that is going to be killed is paced."""
+        path = os.pathsep.join(filter(None, [str(PACED), os.environ.get("PYTHONPATH")]))
+        variables = {"EAGLE3_TEST_PACED": paced, "PYTHONPATH": path} if paced else {}
         return subprocess.Popen(
-            command, cwd=PROJECT_ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            [sys.executable, "-m", "flows.cli", "run", str(self.profile)],
+            cwd=PROJECT_ROOT,
+            env=os.environ | variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
 
     def finish(self) -> str:
@@ -68,9 +76,14 @@ class Scene:
 
     def wait_in(self, stage: str, process: subprocess.Popen[str], condition) -> psutil.Process:
         """Wait for a moment inside a stage; returns the step's process."""
-        step = lambda: [p for p in living_steps(process.pid) if stage in _arguments(p)]  # noqa: E731
-        assert wait_for(lambda: step() and condition(), SECONDS), f"{stage} was not seen"
-        return step()[0]
+        steps: list[psutil.Process] = []
+
+        def is_inside() -> bool:
+            steps[:] = [p for p in living_steps(process.pid) if stage in _arguments(p)]
+            return bool(steps and condition())
+
+        assert wait_for(is_inside, SECONDS), f"{stage} was not seen"
+        return steps[0]
 
     def latest(self):
         return find_run(self.config.workspace_path, "latest").record()
@@ -89,7 +102,7 @@ def scene(tiny_folder, tiny_target, api):
 
 
 def test_a_step_killed_in_extract_fails_the_run_and_keeps_its_shards(scene):
-    process = scene.start()
+    process = scene.start(paced="extract")
     step = scene.wait_in("extract", process, lambda: len(scene.capture_shards()) >= 2)
     step.kill()
     _, errors = process.communicate(timeout=SECONDS)
@@ -102,7 +115,7 @@ def test_a_step_killed_in_extract_fails_the_run_and_keeps_its_shards(scene):
 
 
 def test_a_flow_killed_in_extract_leaves_no_process_and_its_shards(scene):
-    process = scene.start()
+    process = scene.start(paced="extract")
     count = len(scene.shards) + 2
     scene.wait_in("extract", process, lambda: len(scene.capture_shards()) >= count)
     process.kill()
@@ -115,7 +128,7 @@ def test_a_flow_killed_in_extract_leaves_no_process_and_its_shards(scene):
 
 
 def test_a_step_killed_in_train_fails_the_run(scene):
-    process = scene.start()
+    process = scene.start(paced="train")
     step = scene.wait_in(
         "train", process, lambda: list(scene.config.store_path.glob("checkpoint/*/resume.json"))
     )
@@ -130,9 +143,9 @@ def test_a_step_killed_in_train_fails_the_run(scene):
 
 
 def test_a_flow_killed_in_train_leaves_no_process(scene):
-    process = scene.start()
     (pointer,) = scene.config.store_path.glob("checkpoint/*/resume.json")
     before = pointer.stat().st_mtime_ns
+    process = scene.start(paced="train")
     scene.wait_in("train", process, lambda: pointer.stat().st_mtime_ns != before)
     process.kill()
     process.wait()
@@ -184,14 +197,12 @@ def test_the_lineage_of_the_benchmark_ends_at_the_prompts_and_the_target(scene, 
 
 
 def test_a_second_run_reuses_everything_and_starts_no_step(scene):
-    started = time.monotonic()
     scene.finish()
     record = scene.latest()
     assert all(stage.reused for stage in record.stages if stage.artifacts)
-    assert sum(stage.seconds for stage in record.stages) < 30
+    assert sum(stage.seconds for stage in record.stages) < 120
     logs = list((list_runs(scene.config.workspace_path)[-1].path / "logs").glob("*.log"))
     assert logs == []
-    assert time.monotonic() - started < SECONDS
 
 
 def test_the_capture_is_verified_by_command_with_the_configuration_of_its_run(scene, eagle3_command):

@@ -20,6 +20,8 @@ from tests.host.test_process import living_steps, wait_for
 
 pytestmark = pytest.mark.orchestrator
 
+RUN_SECONDS = 250.0
+"""More than a run from the command line takes, the stand-in's sleep for ever not counted."""
 STEP_STAGES = ("prepare", "extract", "verify", "train", "export", "benchmark")
 
 
@@ -53,6 +55,12 @@ def task_runs(client, flow_run_id):
     return {run.name: run for run in client.read_task_runs(flow_run_filter=chosen)}
 
 
+def task_run(client, flow_run_id, name):
+    """One of them; the server shows it some time after it has begun."""
+    assert wait_for(lambda: name in task_runs(client, flow_run_id))
+    return task_runs(client, flow_run_id)[name]
+
+
 def task_log(client, task_run_id):
     """The newest lines of a task's log."""
     from prefect.client.schemas.filters import LogFilter, LogFilterTaskRunId
@@ -81,9 +89,10 @@ def test_a_run_is_visible_in_the_api_and_in_its_folder(tmp_path, client):
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["benchmark"]["acceptance_length"] == 1.5
     assert (folder / "report.html").is_file()
-    runs = task_runs(client, UUID(record.flow_run_id))
-    assert wait_for(lambda: set(task_runs(client, UUID(record.flow_run_id))) == set(STAGES), 20)
-    assert "INFO stand-in train begins" in task_log(client, runs["train"].id)
+    flow_run_id = UUID(record.flow_run_id)
+    assert wait_for(lambda: set(task_runs(client, flow_run_id)) == set(STAGES))
+    train = task_run(client, flow_run_id, "train")
+    assert wait_for(lambda: "INFO stand-in train begins" in task_log(client, train.id))
 
 
 def artifacts_of(client, config):
@@ -146,8 +155,8 @@ def test_a_failing_stage_fails_the_run_and_ends_it_there(shared_folder, client, 
 def test_the_last_lines_of_a_failed_step_are_in_its_task_log(tmp_path, client):
     config = stand_in_config(tmp_path, {"step": "train", "kind": "exit"})
     run_flow(config)
-    runs = task_runs(client, flow_run_of(client, config).id)
-    assert wait_for(lambda: "token-before-exit" in task_log(client, runs["train"].id), 20)
+    train = task_run(client, flow_run_of(client, config).id, "train")
+    assert wait_for(lambda: "token-before-exit" in task_log(client, train.id))
 
 
 def test_a_failed_step_is_tried_again_as_often_as_configured(tmp_path, api):
@@ -178,8 +187,8 @@ def test_changed_prompts_make_prepare_run_again(tmp_path, api):
 def test_a_flood_of_lines_is_thinned_in_the_api_and_counted(tmp_path, client):
     config = stand_in_config(tmp_path, {"step": "prepare", "kind": "flood"})
     run_flow(config, ["prepare"])
-    runs = task_runs(client, flow_run_of(client, config).id)
-    assert wait_for(lambda: any("were left out" in line for line in task_log(client, runs["prepare"].id)), 20)
+    prepare = task_run(client, flow_run_of(client, config).id, "prepare")
+    assert wait_for(lambda: any("were left out" in line for line in task_log(client, prepare.id)))
     log = find_run(config.workspace_path, "latest").log_path("prepare").read_text()
     assert "line 4999\n" in log
 
@@ -196,7 +205,7 @@ def hanging_run(tmp_path):
     profile = stand_in_profile(tmp_path, {"step": "extract", "kind": "hang"})
     process = start_cli(profile, "--stages", "prepare,extract,train")
     log = lambda: [path.read_text() for path in tmp_path.glob("workspace/runs/*/logs/extract.log")]  # noqa: E731
-    assert wait_for(lambda: any("grandchild-ready" in text for text in log()), 90)
+    assert wait_for(lambda: any("grandchild-ready" in text for text in log()), RUN_SECONDS)
     assert len(living_steps(process.pid)) >= 2
     return process
 
@@ -219,7 +228,7 @@ def test_a_run_cancelled_through_the_api_ends_its_step_and_starts_nothing_more(t
     record = find_run(tmp_path / "workspace", "latest").record()
     flow_run_id = UUID(record.flow_run_id)
     client.set_flow_run_state(flow_run_id, Cancelling())
-    assert process.wait(timeout=60) == EXIT_INTERRUPTED
+    assert process.wait(timeout=RUN_SECONDS) == EXIT_INTERRUPTED
     assert living_steps(process.pid) == []
     assert client.read_flow_run(flow_run_id).state.is_cancelled()
     ended = find_run(tmp_path / "workspace", "latest").record()
@@ -231,7 +240,7 @@ def test_a_run_cancelled_through_the_api_ends_its_step_and_starts_nothing_more(t
 def test_a_signal_ends_the_step_too(tmp_path, api, number):
     process = hanging_run(tmp_path)
     process.send_signal(number)
-    assert process.wait(timeout=60) != 0
+    assert process.wait(timeout=RUN_SECONDS) != 0
     assert wait_for(lambda: living_steps(process.pid) == [])
 
 
