@@ -149,14 +149,16 @@ class Claims:
         process = ProcessId.parse(owner["process"]) if owner and owner.get("boot") == boot_id() else None
         if process is not None and process.namespace == ProcessId.current().namespace:
             return process.is_gone()
-        self._clock.touch()
         try:
+            self._clock.touch()
             return self._clock.stat().st_mtime - path.stat().st_mtime > self._stale
         except FileNotFoundError:
             return True
 
     def _take_over(self, path: Path) -> bool:
         owner = _read(path)
+        if owner is None and not path.exists():  # given back: whoever links first has it
+            return self._make(path)
         if not self._is_free(path, owner) or not self._remove_stale(path, owner) or not self._make(path):
             return False
         logger.warning("took %s over from %s, which is dead or stands still", path, describe(owner))
