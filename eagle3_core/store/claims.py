@@ -153,7 +153,7 @@ class Claims:
             self._clock.touch()
             return self._clock.stat().st_mtime - path.stat().st_mtime > self._stale
         except FileNotFoundError:
-            return True
+            return not path.exists()
 
     def _take_over(self, path: Path) -> bool:
         owner = _read(path)
@@ -166,6 +166,8 @@ class Claims:
 
     def _remove_stale(self, path: Path, owner: dict[str, str] | None) -> bool:
         """Move a dead owner's claim away; only one of several that try it succeeds."""
+        if _read(path) != owner:
+            return False
         grave = self._beside(path, "dead")
         try:
             path.rename(grave)
