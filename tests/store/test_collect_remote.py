@@ -214,13 +214,14 @@ def test_killed_at_random_moments_it_loses_nothing_that_stays(s3, tmp_path):
         s3.reset()
         store = bucket_store(s3.url, tmp_path / f"mirror-{number}")
         old, new = two_runs(store)
-        command = [sys.executable, "-c", CHILD, s3.url, str(store.root)]
+        command = [sys.executable, "-c", CHILD, s3.proxy.url, str(store.root)]
         child = subprocess.Popen(command, cwd=PROJECT_ROOT, stdout=subprocess.PIPE)
         assert child.stdout is not None
         child.stdout.readline()
         time.sleep(random.Random(number).uniform(0, 1.5))
         child.send_signal(signal.SIGKILL)
         child.wait()
+        s3.proxy.settle()
         check_whole(store, old, new)
         gc(store)
         gc(store, NOTHING, purge_after_days=0, now=LATER)
