@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from eagle3_core.store.calls import Call
 from eagle3_core.store.files import hash_file
 from eagle3_core.store.remote import RemoteStore
 from tests.doubles.s3 import BUCKET, MIB, S3, Slow
@@ -114,5 +115,28 @@ def test_an_interrupted_writer_leaves_no_parts(s3: S3, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         write_all(store)
     interrupting.join()
+    assert s3.open_uploads() == []
+    assert [*s3.keys()] == [f"{PREFIX}/manifest.json"]
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_a_writer_that_is_interrupted_while_it_begins_an_upload_leaves_no_parts(
+    s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_begun: bool
+) -> None:
+    s3.proxy.rules.append(lambda request: Slow(MIB / 16) if request.part else None)
+    begin = Call.begin
+
+    def begin_and_be_interrupted(call: Call[object]) -> None:
+        is_upload = call._coroutine.__name__ == "upload"
+        if has_begun or not is_upload:
+            begin(call)
+        if is_upload:
+            if has_begun:
+                wait_for(lambda: s3.proxy.parts() == {1: 1, 2: 1})
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Call, "begin", begin_and_be_interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_all(make_store(s3, tmp_path))
     assert s3.open_uploads() == []
     assert [*s3.keys()] == [f"{PREFIX}/manifest.json"]
