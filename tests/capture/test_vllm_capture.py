@@ -122,18 +122,22 @@ def test_kill_9_of_the_step_keeps_finished_shards_and_the_next_run_makes_the_oth
 def test_kill_9_of_the_engine_in_the_third_of_five_shards_costs_that_shard_alone(
     tmp_path: Path, target: Path
 ) -> None:
-    samples = make_samples([100] * 120)
-    capture = {"engine": "vllm", "max_batched_tokens": 64, "shard_bytes": 24 * 100 * 64 * 4 * 7}
+    """The shards are so long that it is still in that one when it is killed."""
+    samples = make_samples([100] * 360)
+    capture = {"engine": "vllm", "max_batched_tokens": 64, "shard_bytes": 72 * 100 * 64 * 4 * 7}
     engine = {"max_model_len": 256, "max_num_seqs": 2, "kv_cache_gib": 1, "python": sys.executable}
     spec = capture_spec(tmp_path, target, samples, engine=engine, capture=capture)
     step = start(spec, tmp_path)
     staging = spec.config.store_path / "staging" / spec.outputs["capture"].ref.id
-    third = {sample.key for sample in samples[48:72]}
+    third = {sample.key for sample in samples[144:216]}
     second_file, deadline = capture_folder(spec) / "shard-00001.safetensors", time.monotonic() + 500
+    while not begun(staging):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    (engine_process,) = [p for p in psutil.Process(step.pid).children() if "session" in " ".join(p.cmdline())]
     while not (second_file.exists() and begun(staging) & third):
         assert time.monotonic() < deadline
         time.sleep(0.005)
-    (engine_process,) = [p for p in psutil.Process(step.pid).children() if "session" in " ".join(p.cmdline())]
     engine_process.kill()
     before = {path.name: path.stat().st_mtime_ns for path in capture_folder(spec).glob("*.safetensors")}
     finish(step)
