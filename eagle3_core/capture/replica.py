@@ -29,6 +29,8 @@ SESSION_MODULE = "eagle3_core.capture.session"
 SPEC_NAME = "session.json"
 TAIL_LINES = 20
 LOAD_REPORT_SECONDS = 15.0
+STILL_SECONDS = 5.0
+"""So long after its last look the step itself has waited or stood still, and not heard its engine."""
 
 EndKind = str
 """`done`: it had nothing left to do. `failed`: another engine would fail alike. `died`: another may not."""
@@ -124,7 +126,7 @@ class _Watch:
         self._replica, self._process, self._job, self._hooks = replica, process, job, hooks
         self._load_seconds = config.capture.load_timeout_minutes * 60
         self._stall_seconds = config.capture.stall_timeout_minutes * 60
-        self._started = self._last_news = self._last_report = time.monotonic()
+        self._started = self._last_news = self._last_report = self._last_look = time.monotonic()
         self._loaded = False
         self._failure: dict[str, Any] | None = None
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
@@ -147,6 +149,10 @@ class _Watch:
         """Called at least every half second; ends a session that hangs."""
         self._hooks.check()
         now = time.monotonic()
+        if now - self._last_look > STILL_SECONDS:
+            self._started += now - self._last_look
+            self._last_news = min(now, self._last_news + now - self._last_look)
+        self._last_look = now
         reason = self._job.paused()
         self._hooks.paused(reason)
         if reason is not None:

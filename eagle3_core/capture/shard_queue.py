@@ -130,8 +130,9 @@ class Staging:
         """Key and reason of every quarantined sample."""
         found = {}
         for path in sorted((self.path / "quarantine").glob("*.json")):
-            record = json.loads(path.read_text())
-            found[record["key"]] = record["reason"]
+            with contextlib.suppress(FileNotFoundError):  # lifted, or all of it is finished
+                record = json.loads(path.read_text())
+                found[record["key"]] = record["reason"]
         return found
 
     def quarantine(self, key: str, reason: str) -> None:

@@ -17,13 +17,21 @@ WAKE_SECONDS = 0.5
 
 
 class Call(Generic[T]):
-    """A coroutine in the event loop's thread; `result` waits for it, and cancels it if interrupted."""
+    """A coroutine in the event loop's thread, from `begin` on; `result` waits for it, and cancels it if
+    interrupted.
+
+    Who must be able to cancel it keeps it before it begins: an interruption may come in between.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T]) -> None:
         self._loop, self._coroutine = loop, coroutine
         self._task: asyncio.Task[T] | None = None
+        self._is_cancelled = False
         self._ended = threading.Event()
-        loop.call_soon_threadsafe(self._begin)
+
+    def begin(self) -> None:
+        """Run it."""
+        self._loop.call_soon_threadsafe(self._begin)
 
     def result(self) -> T:
         """What the coroutine returned or raised."""
@@ -34,14 +42,13 @@ class Call(Generic[T]):
             self.cancel()
             self._ended.wait(CANCEL_SECONDS)
             raise
-        assert self._task is not None
-        if self._task.cancelled():
+        if self._task is None or self._task.cancelled():
             raise ObjectStoreError("a request to the object store was cancelled", remedy="run it again")
         return self._task.result()
 
     def cancel(self) -> None:
         """Ask the coroutine to end; it still cleans up after itself."""
-        self._loop.call_soon_threadsafe(lambda: self._task.cancel() if self._task else None)
+        self._loop.call_soon_threadsafe(self._cancel)
 
     def wait(self) -> None:
         """Wait for the end of a cancelled coroutine, which cleans up after itself, but not for ever."""
@@ -54,8 +61,18 @@ class Call(Generic[T]):
         )
 
     def _begin(self) -> None:
+        if self._is_cancelled:
+            return
         self._task = self._loop.create_task(self._coroutine)
         self._task.add_done_callback(self._end)
+
+    def _cancel(self) -> None:
+        self._is_cancelled = True
+        if self._task is not None:
+            self._task.cancel()
+        else:  # it has not begun and will not
+            self._coroutine.close()
+            self._ended.set()
 
     def _end(self, task: asyncio.Task[T]) -> None:
         if not task.cancelled():

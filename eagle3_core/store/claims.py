@@ -149,14 +149,16 @@ class Claims:
         process = ProcessId.parse(owner["process"]) if owner and owner.get("boot") == boot_id() else None
         if process is not None and process.namespace == ProcessId.current().namespace:
             return process.is_gone()
-        self._clock.touch()
         try:
+            self._clock.touch()
             return self._clock.stat().st_mtime - path.stat().st_mtime > self._stale
         except FileNotFoundError:
-            return True
+            return not path.exists()
 
     def _take_over(self, path: Path) -> bool:
         owner = _read(path)
+        if owner is None and not path.exists():  # given back: whoever links first has it
+            return self._make(path)
         if not self._is_free(path, owner) or not self._remove_stale(path, owner) or not self._make(path):
             return False
         logger.warning("took %s over from %s, which is dead or stands still", path, describe(owner))
@@ -164,6 +166,8 @@ class Claims:
 
     def _remove_stale(self, path: Path, owner: dict[str, str] | None) -> bool:
         """Move a dead owner's claim away; only one of several that try it succeeds."""
+        if _read(path) != owner:
+            return False
         grave = self._beside(path, "dead")
         try:
             path.rename(grave)

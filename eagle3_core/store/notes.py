@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 import uuid
 from pathlib import Path
@@ -28,7 +29,7 @@ class Notes(Protocol):
         ...
 
     def touch(self, name: str) -> None:
-        """Make a note young again."""
+        """Make a note young again, if it is there."""
         ...
 
     def remove(self, name: str) -> None:
@@ -72,9 +73,9 @@ class FolderNotes:
         return {name: max(0.0, now - time) for name, time in times.items()}
 
     def touch(self, name: str) -> None:
-        """Make a note young again."""
+        """Make a note young again; one that is gone stays so."""
         with contextlib.suppress(FileNotFoundError):
-            (self._folder / name).touch(exist_ok=True)
+            os.utime(self._folder / name)
 
     def remove(self, name: str) -> None:
         """Remove a note, if it is there."""

@@ -93,13 +93,19 @@ class ObjectClient:
         """The object's URL."""
         return f"{self.root}/{key}"
 
-    def start(self, coroutine: Coroutine[Any, Any, T]) -> Call[T]:
-        """Begin a coroutine of this client in the loop's thread."""
+    def call(self, coroutine: Coroutine[Any, Any, T]) -> Call[T]:
+        """A coroutine of this client for the loop's thread; it has not begun."""
         try:
             return Call(self.fs.loop, coroutine)
         except BaseException:
             coroutine.close()
             raise
+
+    def start(self, coroutine: Coroutine[Any, Any, T]) -> Call[T]:
+        """Begin a coroutine of this client in the loop's thread."""
+        call = self.call(coroutine)
+        call.begin()
+        return call
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine of this client to its end."""

@@ -52,10 +52,10 @@ class ObjectNotes:
         return ages
 
     def touch(self, name: str) -> None:
-        """Make a note young again."""
-        text = self.read(name)
-        if text is not None:
-            self.write(name, text)
+        """Make a note young again; one that is gone, or goes this moment, stays so."""
+        found = self._client.get_bytes(self._key(name))
+        if found is not None:
+            self._client.put_bytes(self._key(name), found[0], replaces=found[1].etag)
 
     def remove(self, name: str) -> None:
         """Remove a note, if it is there."""

@@ -111,22 +111,23 @@ class FolderTrash:
         entry, folder = TrashEntry.of(ref, size), self._store.folder(ref)
         if not folder.is_dir():
             return None
+        is_there = False
         try:
             with folder_lock(folder, wait_seconds=0.0) as lock:
                 lock.check()
                 is_there = any(not is_lock_file(path) for path in folder.iterdir())
                 if is_there:
                     self._move(folder, self._root / entry.name)
-            if not is_there:  # the lock has made the folder anew
-                with contextlib.suppress(OSError):
-                    folder.rmdir()
-                return None
         except OSError as error:
             if not is_no_space(error):
                 raise
             _check_free(folder)
             self._move(folder, self._root / entry.name)
-        return entry
+            return entry
+        finally:  # the lock, or the wish for it, may have made the folder anew
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+        return entry if is_there else None
 
     def entries(self) -> list[TrashEntry]:
         """What can be restored, oldest first; bytes as they lie on the disk."""

@@ -58,8 +58,9 @@ class Uploader:
         """
         with self._changed:
             self._wait(lambda: self._has_room(entry))
-            call = self._client.start(upload(self._client, path, key, entry))
+            call = self._client.call(upload(self._client, path, key, entry))
             waiting = self._waiting[entry.path] = _Waiting(entry, call)
+            call.begin()
         call.when_ended(lambda: self._end(waiting))
 
     def drain(self) -> None:

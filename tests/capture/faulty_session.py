@@ -8,6 +8,7 @@ What it does comes from the environment:
     FAULT_ONCE     path: the process kills itself once, at the sample whose key the file holds
     FAULT_STALLS   path: the same, but the process hangs instead
     FAULT_LOAD     `dies`, `hangs` or `complains` at length: what happens before the engine is loaded
+    FAULT_HOLDS    path: every sample but the first two is held up until there is such a file
     FAULT_SECONDS  slows every sample down
 """
 
@@ -43,6 +44,9 @@ def started(self: Journal, key: str) -> None:
     """Note the sample as the engine does, then go wrong if this is the one."""
     original_started(self, key)
     time.sleep(float(os.environ.get("FAULT_SECONDS", "0")))
+    held = os.environ.get("FAULT_HOLDS")
+    while held and key not in ("sample-000", "sample-001") and not Path(held).exists():
+        time.sleep(0.05)
     if key in os.environ.get("FAULT_KILLS", "").split(","):
         os.kill(os.getpid(), signal.SIGKILL)
     if _is_due("FAULT_ONCE", key):

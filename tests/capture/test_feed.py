@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 
 from eagle3_core.artifacts import FileEntry
 from eagle3_core.capture.feed import PENDING_BATCHES, SampleFeed
-from eagle3_core.capture.job import LATER, CaptureJob, Later
+from eagle3_core.capture.job import ASK_AGAIN_SECONDS, LATER, CaptureJob, Later
 from eagle3_core.store.files import write_atomic
 from eagle3_core.store.shards import PlannedShard, ShardLayout
 from tests.capture.runs import make_samples
@@ -18,6 +17,19 @@ from tests.capture.runs import make_samples
 LAYOUT = ShardLayout((2, 4, 5), 8, hidden_size=4, dtype="float32", final_state="loss_rows")
 SAMPLES = make_samples([10] * 10)
 SHARDS = tuple(PlannedShard(index, index * 2, index * 2 + 2, 1) for index in range(5))
+
+
+class Clock:
+    """Time that passes only while somebody sleeps."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+
+    def monotonic(self) -> float:
+        return self._now
+
+    def sleep(self, seconds: float) -> None:
+        self._now += seconds
 
 
 def make_feed(
@@ -113,12 +125,13 @@ def test_quarantined_samples_are_not_sent_and_the_end_is_known(tmp_path: Path) -
 def test_while_no_shard_may_be_begun_what_is_in_flight_is_finished_and_it_asks_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("eagle3_core.capture.feed.ASK_AGAIN_SECONDS", 0.05)
+    clock = Clock()
+    monkeypatch.setattr("eagle3_core.capture.feed.time", clock)
     answers = [SHARDS[0], LATER, LATER, SHARDS[1], None]
     asked = []
 
     def take() -> PlannedShard | Later | None:
-        asked.append(time.monotonic())
+        asked.append(clock.monotonic())
         return answers.pop(0)
 
     _, job = make_feed(tmp_path)
@@ -137,4 +150,4 @@ def test_while_no_shard_may_be_begun_what_is_in_flight_is_finished_and_it_asks_a
         feed.refill()
     assert send(feed) == [2, 3]
     assert len(asked) == 5
-    assert asked[2] - asked[1] >= 0.05
+    assert asked[2] - asked[1] >= ASK_AGAIN_SECONDS

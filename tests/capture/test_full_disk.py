@@ -14,6 +14,7 @@ import pytest
 
 from eagle3_core.artifacts import ArtifactPlan
 from eagle3_core.capture import extract
+from eagle3_core.capture.job import PAUSED_NAME
 from eagle3_core.capture.shard_queue import Staging
 from eagle3_core.contracts import ExtractResult, StepSpec
 from eagle3_core.errors import DiskFullError, StoreError
@@ -70,7 +71,7 @@ class Running:
         except Exception as error:
             self._error = error
 
-    def wait_for(self, condition: Callable[[], Any], seconds: float = 60.0) -> None:
+    def wait_for(self, condition: Callable[[], Any], seconds: float = 240.0) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
             assert self._error is None, self._error
@@ -78,7 +79,7 @@ class Running:
             time.sleep(0.05)
 
     def result(self) -> ExtractResult:
-        self._thread.join(120)
+        self._thread.join(400)
         if self._error is not None:
             raise self._error
         assert self._result is not None
@@ -218,7 +219,8 @@ def test_an_engine_that_dies_while_it_waits_for_space_convicts_no_sample(
     monkeypatch.setattr(disk.DiskGuard, "has_room", lambda *_: True)
     spec = spec_of(tmp_path, target, samples)
     running = Running(spec)
-    running.wait_for(lambda: running.progress.paused)
+    folders = Staging(LocalStore(spec.config.store_path), spec.outputs["capture"].ref).sessions
+    running.wait_for(lambda: list(folders.glob(f"*/{PAUSED_NAME}")))  # the step itself may be sooner
     sessions = [
         process
         for process in psutil.process_iter(["cmdline"])

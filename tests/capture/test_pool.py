@@ -171,7 +171,7 @@ def test_a_load_that_hangs_is_ended_after_its_time(
     monkeypatch.setattr("eagle3_core.capture.pool.MAX_FRUITLESS_DEATHS", 1)
     with pytest.raises(CaptureError, match=r"did not load in 0\.1 minutes"):
         extract.run(spec_of(tmp_path, target, load_timeout_minutes=0.1), PROGRESS)
-    assert not _sessions()
+    assert not _sessions(tmp_path)
 
 
 def test_an_engine_that_hangs_is_replaced(
@@ -179,7 +179,7 @@ def test_an_engine_that_hangs_is_replaced(
 ) -> None:
     (tmp_path / "hang").write_text("sample-004")
     monkeypatch.setenv("FAULT_STALLS", str(tmp_path / "hang"))
-    result = extract.run(spec_of(tmp_path, target, stall_timeout_minutes=0.05), PROGRESS)
+    result = extract.run(spec_of(tmp_path, target, stall_timeout_minutes=0.2), PROGRESS)
     assert (result.num_restarts, result.num_samples) == (1, 10)
 
 
@@ -193,7 +193,7 @@ def test_two_engines_share_one_queue_and_each_shard_is_made_once(
     assert [entry.facts["attempts"] for entry in entries(spec)] == [1] * 5
 
 
-def start_step(spec: StepSpec, root: Path, name: str) -> subprocess.Popen[bytes]:
+def start_step(spec: StepSpec, root: Path, name: str, **faults: str) -> subprocess.Popen[bytes]:
     (root / f"{name}.json").write_text(spec.model_dump_json())
     code = (
         "import sys; from eagle3_core import step; from eagle3_core.capture import replica; "
@@ -202,7 +202,7 @@ def start_step(spec: StepSpec, root: Path, name: str) -> subprocess.Popen[bytes]
     return subprocess.Popen(
         [sys.executable, "-c", code, "extract", str(root / f"{name}.json"), str(root / f"{name}.result")],
         cwd=PROJECT_ROOT,
-        env=engine_environment(spec.config.engine) | {"FAULT_SECONDS": "0.4"},
+        env=engine_environment(spec.config.engine) | faults,
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
     )
@@ -218,36 +218,41 @@ def test_two_runs_on_one_store_make_each_shard_once_and_both_get_the_result(
     tmp_path: Path, target: Path
 ) -> None:
     spec = spec_of(tmp_path, target)
-    both = [start_step(spec, tmp_path, name) for name in ("first", "second")]
-    assert [process.wait(120) for process in both] == [0, 0]
+    both = [start_step(spec, tmp_path, name, FAULT_SECONDS="0.4") for name in ("first", "second")]
+    assert [process.wait(300) for process in both] == [0, 0]
     assert outcome(tmp_path, "first") == outcome(tmp_path, "second")
     assert [entry.facts["attempts"] for entry in entries(spec)] == [1] * 5
 
 
 def test_the_other_run_finishes_when_the_leading_one_is_killed(tmp_path: Path, target: Path) -> None:
-    spec = spec_of(tmp_path, target)
-    first = start_step(spec, tmp_path, "first")
+    """Both are at work when it is killed: each holds a shard."""
+    spec, held = spec_of(tmp_path, target), tmp_path / "go on"
+    first = start_step(spec, tmp_path, "first", FAULT_HOLDS=str(held))
     staging = Path(spec.config.store_path) / "staging" / spec.outputs["capture"].ref.id
     _wait_for(lambda: any((staging / "entries").glob("*.json")))
-    second = start_step(spec, tmp_path, "second")
-    _wait_for(lambda: len(_sessions()) == 2)
+    second = start_step(spec, tmp_path, "second", FAULT_HOLDS=str(held))
+    _wait_for(lambda: len(list((staging / "claims").glob("*.claim"))) == 2)
+    assert len(_sessions(tmp_path)) == 2
     first.kill()
     first.wait()
-    assert second.wait(120) == 0
+    held.touch()
+    assert second.wait(300) == 0
     assert outcome(tmp_path, "second").num_samples == 10
-    assert not _sessions()
+    _wait_for(lambda: not _sessions(tmp_path))
 
 
-def _wait_for(condition, seconds: float = 60.0) -> None:  # type: ignore[no-untyped-def]
+def _wait_for(condition, seconds: float = 240.0) -> None:  # type: ignore[no-untyped-def]
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.1)
 
 
-def _sessions() -> list[psutil.Process]:
+def _sessions(root: Path) -> list[psutil.Process]:
+    """Engine sessions of captures below a folder."""
     found = []
     for process in psutil.process_iter(["cmdline"]):
-        if any("faulty_session" in part for part in process.info["cmdline"] or []):
+        command = process.info["cmdline"] or []
+        if "tests.capture.faulty_session" in command and command[-1].startswith(str(root)):
             found.append(process)
     return found

@@ -1,12 +1,21 @@
-"""How many engines run side by side and what each gets; no engine and no torch."""
+"""How many engines run side by side, what each gets and when one stands still; no engine and no torch."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
-from eagle3_core.capture.replica import num_replicas, replica_variables
+from eagle3_core.capture import replica
+from eagle3_core.capture.job import CaptureJob
+from eagle3_core.capture.replica import Replica, SessionHooks, num_replicas, replica_variables
+from eagle3_core.capture.session import EVENT_PREFIX
 from eagle3_core.config import RunConfig
 from eagle3_core.errors import CaptureError
+from eagle3_core.store.shards import ShardLayout
 
 
 def config(capture: dict[str, object], tensor_parallel_size: int = 1) -> RunConfig:
@@ -41,3 +50,66 @@ def test_each_engine_gets_gpus_of_its_own_as_they_are_named() -> None:
 def test_more_engines_than_the_gpus_hold_are_refused() -> None:
     with pytest.raises(CaptureError, match="3 GPUs are visible; expected 4 for 2 engines of 2 GPUs each"):
         replica_variables(config({"replicas": 2}, 2), 2, ["0", "1", "2"])
+
+
+class Clock:
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class Watched:
+    """A session whose engine is silent, and a step that looks at it when told."""
+
+    def __init__(self, folder: Path, clock: Clock) -> None:
+        run = config({"load_timeout_minutes": 1, "stall_timeout_minutes": 1})
+        layout = ShardLayout((2, 4, 5), 8, 16, "float32", "all")
+        job = CaptureJob(engine="e", dataset_folder="", folder=str(folder), layout=layout, shards=())
+        hooks = SessionHooks(
+            take=lambda: None, written=lambda shard: None, tokens=lambda count: None,
+            loaded=lambda: None, check=lambda: None, paused=lambda reason: None,
+        )  # fmt: skip
+        process: Any = SimpleNamespace()
+        self._watch = replica._Watch(Replica(0, run, "", {}), process, job, hooks, run)
+        self._clock = clock
+
+    def say_loaded(self) -> None:
+        self._watch.handle(f"{EVENT_PREFIX}{json.dumps({'event': 'loaded'})}")
+
+    def look(self, seconds: int) -> None:
+        """As often as the step does while so much time passes."""
+        for _ in range(2 * seconds):
+            self._clock.now += 0.5
+            self._watch.tick()
+
+
+@pytest.fixture
+def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Watched:
+    clock = Clock()
+    monkeypatch.setattr("eagle3_core.capture.replica.time", clock)
+    return Watched(tmp_path, clock)
+
+
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_an_engine_is_given_up_when_it_was_silent_for_long(watched: Watched, is_loaded: bool) -> None:
+    if is_loaded:
+        watched.say_loaded()
+    watched.look(60)
+    message = "returned nothing for 1 minutes" if is_loaded else "did not load in 1 minutes"
+    with pytest.raises(replica._SessionTimeoutError, match=message):
+        watched.look(1)
+
+
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_time_in_which_the_step_itself_waited_or_stood_still_is_not_the_engines(
+    watched: Watched, is_loaded: bool
+) -> None:
+    """As while a finished shard's place is on a full disk, or the run was stopped with Ctrl-Z."""
+    if is_loaded:
+        watched.say_loaded()
+    watched.look(30)
+    watched._clock.now += 3600
+    watched.look(30)
+    with pytest.raises(replica._SessionTimeoutError):
+        watched.look(2)

@@ -19,7 +19,7 @@ line = _Line(types.SimpleNamespace(shards=()), [])
 print("answer", line._answers.get().strip(), flush=True)
 child = multiprocessing.get_context("fork").Process(target=print, args=("from the child",))
 child.start()
-child.join(20)
+child.join(120)
 print("exit code", child.exitcode, flush=True)
 os._exit(0)
 """

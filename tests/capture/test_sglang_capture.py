@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import socket
 import time
@@ -59,7 +60,7 @@ class InProcessRun:
             foreign = [self.engine.send(f"foreign-{n}", samples[n].input_ids.tolist()) for n in range(3)]
             self.came = [shard for shard, _ in driver.run()]
             self.num_tokens = sum(self.tokens)
-            self.foreign = [reply.result(20) for reply in foreign]
+            self.foreign = [reply.result(120) for reply in foreign]
             self._send_wrong(last.start, iter([last]))
             self._kill()
         finally:
@@ -85,11 +86,12 @@ class InProcessRun:
 
     def _kill(self) -> None:
         (Path(self.session.job.folder) / "failure.json").unlink()
+        before = set(self.session.job.journal.in_flight())  # the failure may have come before the last reply
         kill_scheduler(os.getpid())
         with pytest.raises(EngineEndedError) as caught:
             list(self._driver(iter(self.session.job.shards[:1])).run())
         self.death = str(caught.value)
-        self.suspects = self.session.job.journal.in_flight()
+        self.suspects = set(self.session.job.journal.in_flight()) - before
 
 
 @pytest.fixture(scope="module")
@@ -135,19 +137,30 @@ def test_a_killed_scheduler_is_an_engine_that_ended_with_its_suspects_in_the_jou
 ) -> None:
     assert "a process of the SGLang engine ended" in in_process.death
     first = in_process.session.job.shards[0]
-    assert set(in_process.suspects) == {s.key for s in in_process.session.samples[first.start : first.end]}
+    assert in_process.suspects == {s.key for s in in_process.session.samples[first.start : first.end]}
 
 
 def kill_scheduler(parent: int) -> None:
     children = psutil.Process(parent).children(recursive=True)
-    scheduler = next(child for child in children if "scheduler" in " ".join(child.cmdline()))
+    scheduler = next(child for child in children if "scheduler" in " ".join(command_of(child)))
     os.kill(scheduler.pid, signal.SIGKILL)
 
 
+def command_of(process: psutil.Process) -> list[str]:
+    """Its command line; nothing of one that has just ended."""
+    try:
+        return [] if process.status() == psutil.STATUS_ZOMBIE else process.cmdline()
+    except psutil.Error:
+        return []
+
+
 def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+    """A port below those that the kernel gives to whoever asks for any, until the server listens."""
+    while True:
+        port = random.randrange(20_000, 30_000)
+        with contextlib.suppress(OSError), socket.socket() as listener:
+            listener.bind(("127.0.0.1", port))
+            return port
 
 
 def test_over_http_the_models_own_capture_gives_the_same_states_and_a_dead_server_is_noticed(
@@ -172,7 +185,7 @@ def test_over_http_the_models_own_capture_gives_the_same_states_and_a_dead_serve
     for layer in session.distances(every=3):
         assert layer.errors[:, layer.capture_id].max() < 1e-5
         assert layer.nearest_wrong_median > 0.05
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 120
     while living_servers(port):
         assert time.monotonic() < deadline, "the server is still there"
         time.sleep(0.1)
@@ -180,24 +193,20 @@ def test_over_http_the_models_own_capture_gives_the_same_states_and_a_dead_serve
 
 def living_servers(port: int) -> list[int]:
     """Processes whose command names the port."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if str(port) in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process.pid)
-    return found
+    return [process.pid for process in psutil.process_iter() if str(port) in command_of(process)]
 
 
-def test_a_port_on_which_somebody_listens_is_refused_before_loading(tmp_path: Path, target: Path) -> None:
+def test_a_port_on_which_somebody_listens_is_refused_before_loading(
+    tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("eagle3_core.capture.sglang_transport.subprocess", None)  # none can be started
     with socket.socket() as stranger:
         stranger.bind(("127.0.0.1", 0))
         stranger.listen()
         port = stranger.getsockname()[1]
         session = Session.make(tmp_path, target, make_samples([20]), capture={"sglang_port": port})
-        started = time.monotonic()
         with pytest.raises(HostError, match=f"something listens on 127.0.0.1:{port} already"):
             list(capture_with_sglang(session.config, session.info, session.job, session.samples, len))
-        assert time.monotonic() - started < 5
 
 
 def test_sglangs_own_defaults_are_refused_for_the_radix_cache(target: Path) -> None:

@@ -129,7 +129,7 @@ class Capture:
         self.model.run([1, 2], batch([check_rid(0)], [2], [0]))
 
     def wait(self, name: str) -> Path:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 120
         while not (self.folder / name).exists():
             assert time.monotonic() < deadline, name
             time.sleep(0.01)

@@ -201,7 +201,7 @@ def test_a_worker_that_cannot_leave_its_reason_prints_it_and_ends(tmp_path: Path
     )
     done = subprocess.run(
         [sys.executable, "-c", code, job.model_dump_json()],
-        cwd=PROJECT_ROOT, capture_output=True, text=True, timeout=30,
+        cwd=PROJECT_ROOT, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 2
     assert done.stdout.startswith("capture failed: OSError: [Errno 28] no space left (and cannot write")

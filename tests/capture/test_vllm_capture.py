@@ -81,8 +81,10 @@ class Killed:
         self.folder = capture_folder(self.spec)
         step = start(self.spec, root)
         assert step.stdout is not None
+        num_done = 0
         for line in step.stdout:
-            if "shard-00001.safetensors done" in line:
+            num_done += ".safetensors done" in line
+            if num_done == 2:
                 break
         step.kill()
         step.wait()
@@ -120,18 +122,22 @@ def test_kill_9_of_the_step_keeps_finished_shards_and_the_next_run_makes_the_oth
 def test_kill_9_of_the_engine_in_the_third_of_five_shards_costs_that_shard_alone(
     tmp_path: Path, target: Path
 ) -> None:
-    samples = make_samples([100] * 120)
-    capture = {"engine": "vllm", "max_batched_tokens": 64, "shard_bytes": 24 * 100 * 64 * 4 * 7}
+    """The shards are so long that it is still in that one when it is killed."""
+    samples = make_samples([100] * 360)
+    capture = {"engine": "vllm", "max_batched_tokens": 64, "shard_bytes": 72 * 100 * 64 * 4 * 7}
     engine = {"max_model_len": 256, "max_num_seqs": 2, "kv_cache_gib": 1, "python": sys.executable}
     spec = capture_spec(tmp_path, target, samples, engine=engine, capture=capture)
     step = start(spec, tmp_path)
     staging = spec.config.store_path / "staging" / spec.outputs["capture"].ref.id
-    third = {sample.key for sample in samples[48:72]}
-    second_file, deadline = capture_folder(spec) / "shard-00001.safetensors", time.monotonic() + 120
+    third = {sample.key for sample in samples[144:216]}
+    second_file, deadline = capture_folder(spec) / "shard-00001.safetensors", time.monotonic() + 500
+    while not begun(staging):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    (engine_process,) = [p for p in psutil.Process(step.pid).children() if "session" in " ".join(p.cmdline())]
     while not (second_file.exists() and begun(staging) & third):
         assert time.monotonic() < deadline
         time.sleep(0.005)
-    (engine_process,) = [p for p in psutil.Process(step.pid).children() if "session" in " ".join(p.cmdline())]
     engine_process.kill()
     before = {path.name: path.stat().st_mtime_ns for path in capture_folder(spec).glob("*.safetensors")}
     finish(step)
@@ -148,8 +154,12 @@ def test_kill_9_of_the_engine_in_the_third_of_five_shards_costs_that_shard_alone
 
 def begun(staging: Path) -> set[str]:
     """Keys of samples that the session's engine has begun to compute."""
-    lines = [line for path in staging.glob("sessions/*/*.log") for line in path.read_text().splitlines()]
+    lines = [line for path in staging.glob("sessions/*/*.log") for line in whole_lines(path)]
     return {json.loads(line[1:]) for line in lines if line.startswith("+")}
+
+
+def whole_lines(path: Path) -> list[str]:
+    return path.read_text().rpartition("\n")[0].splitlines()
 
 
 def stored_samples(folder: Path) -> list[CapturedSample]:
@@ -197,7 +207,7 @@ def test_aborted_and_foreign_requests_do_no_harm_and_changed_ids_are_refused(
 ) -> None:
     spec = vllm_spec(tmp_path, target, LENGTHS[:12])
     with start(spec, tmp_path, "tests.capture.vllm_faults", VLLM_ENABLE_V1_MULTIPROCESSING="1") as process:
-        output, _ = process.communicate(timeout=300)
+        output, _ = process.communicate(timeout=500)
     answer = json.loads(output.splitlines()[-1])
     assert answer["came"]
     assert answer["last"] not in answer["came"]

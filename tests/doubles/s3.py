@@ -137,6 +137,7 @@ class Proxy:
     seen: list[Request] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self._changed, self._num_open = threading.Condition(), 0
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=64)
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         threading.Thread(target=self._accept, daemon=True).start()
@@ -149,6 +150,15 @@ class Proxy:
                 counts[request.part] = counts.get(request.part, 0) + 1
         return counts
 
+    def settle(self) -> None:
+        """Wait until the server has done all that was sent so far, also by clients that have been killed."""
+        address = urlsplit(self.url)
+        with socket.create_connection((address.hostname, address.port)) as last:
+            last.shutdown(socket.SHUT_WR)
+            last.recv(1)  # its turn has come: those before it have been accepted
+        with self._changed:
+            assert self._changed.wait_for(lambda: not self._num_open, 120), "requests do not end"
+
     def close(self) -> None:
         self._listener.close()
 
@@ -158,9 +168,19 @@ class Proxy:
                 client, _ = self._listener.accept()
             except OSError:
                 return
+            with self._changed:
+                self._num_open += 1
             threading.Thread(target=self._serve, args=(client,), daemon=True).start()
 
     def _serve(self, client: socket.socket) -> None:
+        try:
+            self._serve_one(client)
+        finally:
+            with self._changed:
+                self._num_open -= 1
+                self._changed.notify_all()
+
+    def _serve_one(self, client: socket.socket) -> None:
         with client, contextlib.suppress(OSError, ValueError):
             head = _read_head(client)
             if not head:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -54,10 +55,10 @@ def foreign_claim(tmp_path: Path, age_seconds: float) -> None:
 
 def test_the_claim_of_another_host_counts_as_long_as_it_is_touched(tmp_path: Path) -> None:
     foreign_claim(tmp_path, age_seconds=60)
-    claims = Claims(tmp_path, stale_seconds=90)
+    claims = Claims(tmp_path, stale_seconds=500)
     assert claims.is_held_elsewhere("a")
     assert not claims.take("a")
-    foreign_claim(tmp_path, age_seconds=100)
+    foreign_claim(tmp_path, age_seconds=1000)
     assert claims.take("a")
     assert claims.is_mine("a")
     claims.close()
@@ -87,23 +88,72 @@ def test_a_claim_that_a_crash_left_empty_is_taken_over_when_it_is_old(tmp_path: 
     claims.close()
 
 
+@pytest.mark.parametrize("moment", ["_is_free", "_beside"])
 def test_a_dead_claim_that_another_host_takes_over_first_stays_with_that_host(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
-    foreign_claim(tmp_path, age_seconds=100)
-    first, second = (Claims(tmp_path, stale_seconds=90) for _ in range(2))
-    judge = second._is_free
+    """The other one is first after the second has judged, or just before it moves the claim away."""
+    foreign_claim(tmp_path, age_seconds=1000)
+    first, second = (Claims(tmp_path, stale_seconds=500) for _ in range(2))
+    do = getattr(second, moment)
 
-    def judge_slowly(*arguments):  # type: ignore[no-untyped-def]
-        found = judge(*arguments)
-        assert first.take("a")
+    def do_slowly(*arguments):  # type: ignore[no-untyped-def]
+        found = do(*arguments)
+        if arguments[1] != "draft":
+            assert first.take("a")
         return found
 
-    monkeypatch.setattr(second, "_is_free", judge_slowly)
+    monkeypatch.setattr(second, moment, do_slowly)
     assert not second.take("a")
     assert first.is_mine("a")
     first.close()
     second.close()
+
+
+def test_a_claim_that_is_given_back_while_it_is_judged_is_left_to_who_is_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is never moved away from who has it, not even for a moment."""
+    first, second, third = (Claims(tmp_path) for _ in range(3))
+    assert first.take("a")
+    make = second._make
+    made: list[bool] = []
+
+    def make_and_let_go(path: Path) -> bool:
+        made.append(make(path))
+        if len(made) == 1:
+            first.release("a")
+        return made[-1]
+
+    def never(*_: object) -> bool:
+        raise AssertionError("moved away")
+
+    monkeypatch.setattr(second, "_make", make_and_let_go)
+    monkeypatch.setattr(second, "_remove_stale", never)
+    assert second.take("a")
+    assert not third.take("a")
+    for claims in (first, second, third):
+        claims.close()
+
+
+def test_where_the_folder_is_removed_meanwhile_nothing_is_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the staging folder of a capture that another process has just completed."""
+    folder = tmp_path / "claims"
+    claims = Claims(folder)
+    foreign_claim(folder, age_seconds=0)
+    read = claims.is_mine
+
+    def read_and_remove(name: str) -> bool:
+        found = read(name)
+        shutil.rmtree(folder)
+        return found
+
+    monkeypatch.setattr(claims, "is_mine", read_and_remove)
+    assert not claims.is_held_elsewhere("a")
+    monkeypatch.undo()
+    claims.close()
 
 
 def test_a_folder_that_cannot_be_made_is_one_clear_line(tmp_path: Path) -> None:

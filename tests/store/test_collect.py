@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import shutil
 import signal
 import time
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -337,6 +339,24 @@ def test_several_at_once_move_everything_once_and_none_fails(store, runs):
     moved = [entry.ref for entry in store.trash().entries()]
     assert sorted(map(str, moved)) == sorted(names(old.refs))
     assert all(store.trash().manifest(entry).ref == entry.ref for entry in store.trash().entries())
+
+
+def test_who_wished_for_a_folder_that_another_one_moves_leaves_none_behind(store, runs, monkeypatch):
+    """The other one makes it anew with its lock, and cannot remove it while this one's draft lies there."""
+    old, _ = runs
+    folder = store.folder(old.benchmark)
+
+    @contextlib.contextmanager
+    def held_until_now(folder: Path, wait_seconds: float) -> Iterator[None]:
+        shutil.rmtree(folder)
+        folder.mkdir()
+        raise FolderInUseError(f"{folder} is in use")
+        yield
+
+    monkeypatch.setattr("eagle3_core.store.trash.folder_lock", held_until_now)
+    with pytest.raises(FolderInUseError):
+        store.trash().put(old.benchmark, 0)
+    assert not folder.exists()
 
 
 def test_a_full_disk_can_be_emptied(tmp_path):

@@ -116,6 +116,22 @@ def test_a_run_in_progress_is_seen_by_every_host_of_the_bucket(s3, store, runs, 
     assert not set(store.refs()) & old.refs
 
 
+def test_a_note_that_is_touched_while_it_is_removed_does_not_come_back(store, monkeypatch):
+    notes = store.notes("uses")
+    notes.write("r.json", "{}")
+    get = store.client.get_bytes
+
+    def get_and_remove(key: str):
+        found = get(key)
+        notes.remove("r.json")
+        return found
+
+    monkeypatch.setattr(store.client, "get_bytes", get_and_remove)
+    notes.touch("r.json")
+    monkeypatch.undo()
+    assert notes.read("r.json") is None
+
+
 def begin_anew(store: RemoteStore, manifest: Manifest, content: bytes) -> None:
     """As a run that is interrupted after one file."""
     plan = ArtifactPlan(kind=manifest.ref.kind, identity=manifest.identity, parents=manifest.parents)
@@ -198,13 +214,14 @@ def test_killed_at_random_moments_it_loses_nothing_that_stays(s3, tmp_path):
         s3.reset()
         store = bucket_store(s3.url, tmp_path / f"mirror-{number}")
         old, new = two_runs(store)
-        command = [sys.executable, "-c", CHILD, s3.url, str(store.root)]
+        command = [sys.executable, "-c", CHILD, s3.proxy.url, str(store.root)]
         child = subprocess.Popen(command, cwd=PROJECT_ROOT, stdout=subprocess.PIPE)
         assert child.stdout is not None
         child.stdout.readline()
         time.sleep(random.Random(number).uniform(0, 1.5))
         child.send_signal(signal.SIGKILL)
         child.wait()
+        s3.proxy.settle()
         check_whole(store, old, new)
         gc(store)
         gc(store, NOTHING, purge_after_days=0, now=LATER)

@@ -51,7 +51,7 @@ def stored(tmp_path: Path) -> tuple[Watching, Manifest]:
 
 
 def wait_for(condition: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.005)
     return condition()

@@ -86,14 +86,14 @@ def test_a_frozen_writer_of_another_host_is_followed_and_notices_before_it_write
     with process(WRITE_AS_ANOTHER_HOST, tmp_path) as frozen:
         folder = store.folder(PLAN.ref)
         with pytest.raises(FolderInUseError):
-            folder_lock(folder, wait_seconds=0, stale_seconds=5).__enter__()
+            folder_lock(folder, wait_seconds=0, stale_seconds=300).__enter__()
         os.kill(frozen.pid, signal.SIGSTOP)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("eagle3_core.store.local.folder_lock", quickly)
-            with store.writer(PLAN, "of the other", wait_seconds=10) as writer:
+            with store.writer(PLAN, "of the other", wait_seconds=120) as writer:
                 (writer.folder / "other.txt").write_text("other")
                 os.kill(frozen.pid, signal.SIGCONT)
-                said, _ = frozen.communicate("go on\n", timeout=20)
+                said, _ = frozen.communicate("go on\n", timeout=120)
                 assert "was taken over by another process" in said
                 assert "run of the other" in said
                 assert store.find(PLAN.ref) is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+import threading
 import time
 from pathlib import Path
 
@@ -87,7 +88,7 @@ def is_manifest(request: Request) -> bool:
     return request.method == "PUT" and request.target.split("?")[0].endswith("/manifest.json")
 
 
-def wait_for(condition: object, seconds: float = 20.0) -> None:
+def wait_for(condition: object, seconds: float = 120.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():  # type: ignore[operator]
         assert time.monotonic() < deadline, "it did not come to that"
@@ -125,14 +126,22 @@ def test_manifests_are_put_after_the_files_they_name(s3: S3, tmp_path: Path) -> 
 
 
 def test_a_local_shard_stays_until_the_bucket_has_it_proven_and_named(s3: S3, tmp_path: Path) -> None:
-    s3.proxy.rules.append(lambda request: Slow(20_000) if is_shard(request) else None)
-    store = make_store(s3, tmp_path)
+    begun, may_go_on = threading.Event(), threading.Event()
+
+    def hold_up(request: Request) -> None:
+        if is_shard(request):
+            begun.set()
+            may_go_on.wait(120)
+
+    s3.proxy.rules.append(hold_up)
+    store = make_store(s3, tmp_path, timeout_seconds=300)
     with store.writer(PLAN) as writer:
         writer.record(shard(writer.folder, 0, 20_000))
         local = writer.folder / "shard-0.safetensors"
-        wait_for(lambda: any(map(is_shard, s3.proxy.seen)))
+        assert begun.wait(120)
         assert local.exists()
         assert named(store) == []
+        may_go_on.set()
         writer.drain()
         assert not local.exists()
         assert named(store) == ["shard-0.safetensors"]

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from eagle3_core.store.calls import Call
 from eagle3_core.store.files import hash_file
 from eagle3_core.store.remote import RemoteStore
 from tests.doubles.s3 import BUCKET, MIB, S3, Slow
@@ -59,11 +60,12 @@ def test_kill_9_at_any_moment_of_uploading_loses_nothing_and_shows_nothing_half_
         mirror = tmp_path / f"mirror-{round_number}"
         s3.proxy.rules.append(lambda request: Slow(4 * MIB) if request.part else None)
         process = subprocess.Popen([sys.executable, "-c", WORKER, s3.proxy.url, str(mirror)])
-        wait_for(lambda: any(r.part for r in s3.proxy.seen), 60.0)
+        wait_for(lambda: any(r.part for r in s3.proxy.seen))
         time.sleep(moments.uniform(0.0, 1.4))
         process.send_signal(signal.SIGKILL)
         killed += process.wait() == -signal.SIGKILL
         s3.proxy.rules.clear()
+        s3.proxy.settle()
         check_after_kill(s3, make_store(s3, tmp_path / "looker"), tmp_path)
 
         assert write_all(make_store(s3, mirror)) == wanted
@@ -100,15 +102,41 @@ def test_uploads_that_a_killed_process_left_open_are_aborted_by_the_next_writer(
 
 
 def test_an_interrupted_writer_leaves_no_parts(s3: S3, tmp_path: Path) -> None:
-    s3.proxy.rules.append(lambda request: Slow(MIB) if request.part else None)
+    """While it waits for uploads, of which none ends for long."""
+    s3.proxy.rules.append(lambda request: Slow(MIB / 16) if request.part else None)
     store = make_store(s3, tmp_path)
 
     def interrupt() -> None:
-        wait_for(lambda: {1, 2} <= s3.proxy.parts().keys())
+        wait_for(lambda: s3.proxy.parts() == {1: COUNT, 2: COUNT})
         os.kill(os.getpid(), signal.SIGINT)
 
-    threading.Thread(target=interrupt).start()
+    interrupting = threading.Thread(target=interrupt)
+    interrupting.start()
     with pytest.raises(KeyboardInterrupt):
         write_all(store)
+    interrupting.join()
+    assert s3.open_uploads() == []
+    assert [*s3.keys()] == [f"{PREFIX}/manifest.json"]
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_a_writer_that_is_interrupted_while_it_begins_an_upload_leaves_no_parts(
+    s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_begun: bool
+) -> None:
+    s3.proxy.rules.append(lambda request: Slow(MIB / 16) if request.part else None)
+    begin = Call.begin
+
+    def begin_and_be_interrupted(call: Call[object]) -> None:
+        is_upload = call._coroutine.__name__ == "upload"
+        if has_begun or not is_upload:
+            begin(call)
+        if is_upload:
+            if has_begun:
+                wait_for(lambda: s3.proxy.parts() == {1: 1, 2: 1})
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Call, "begin", begin_and_be_interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_all(make_store(s3, tmp_path))
     assert s3.open_uploads() == []
     assert [*s3.keys()] == [f"{PREFIX}/manifest.json"]

@@ -181,10 +181,12 @@ def write_missing(store: LocalStore) -> dict[str, str]:
 def test_kill_9_at_any_moment_leaves_no_half_file_and_a_rerun_ends_with_the_same_hashes(
     tmp_path: Path,
 ) -> None:
-    write_missing(LocalStore(tmp_path / "first"))
-    started = time.monotonic()
-    wanted = write_missing(LocalStore(tmp_path / "straight"))
-    duration = time.monotonic() - started
+    seconds = []
+    for number in range(4):  # the host may stand still in one of them
+        started = time.monotonic()
+        wanted = write_missing(LocalStore(tmp_path / f"straight-{number}"))
+        seconds.append(time.monotonic() - started)
+    duration = min(seconds)
     assert len(wanted) == NUM_SHARDS
     moments, killed = random.Random(), 0
     for round_number in range(num_kills(20)):

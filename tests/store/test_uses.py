@@ -58,10 +58,19 @@ def test_a_run_keeps_its_note_young(tmp_path: Path) -> None:
         use.say(store, [CAPTURE])
         path = tmp_path / "uses" / "r.json"
         os.utime(path, (1, 1))
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 120
         while path.stat().st_mtime < 10 and time.monotonic() < deadline:
             time.sleep(0.02)
     assert path.stat().st_mtime > 10
+
+
+def test_a_run_that_is_over_for_others_and_wakes_up_leaves_no_note(tmp_path: Path) -> None:
+    """It stood still for so long that garbage collection has removed its note."""
+    notes = LocalStore(tmp_path).notes("uses")
+    notes.write("r.json", "{}")
+    notes.remove("r.json")
+    notes.touch("r.json")
+    assert notes.read("r.json") is None
 
 
 def test_a_note_of_a_killed_run_of_this_host_counts_no_more_and_is_removed(tmp_path: Path) -> None:
