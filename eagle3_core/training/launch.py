@@ -120,7 +120,8 @@ class _Rank(threading.Thread):
 
     Attributes:
         status: exit status; None while it runs.
-        ended_at: when its output ended, which is when it ended.
+        ended_at: when the end of its output was seen.
+        was_ended: whether it still ran when it was ended from here.
         tail: its last lines.
     """
 
@@ -132,6 +133,7 @@ class _Rank(threading.Thread):
         self._outcome = folder / f"outcome-{rank}.json"
         self.status: int | None = None
         self.ended_at = float("inf")
+        self.was_ended = False
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
         token = uuid.uuid4().hex
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank), STEP_VARIABLE: step_variable(token)}
@@ -151,6 +153,12 @@ class _Rank(threading.Thread):
         self.ended_at = time.monotonic()
         self.status = self.supervisor.end()
         self._events.put((self, None))
+
+    def end(self) -> None:
+        """End it, if it has not ended by itself."""
+        if self.status is None:
+            self.was_ended = self._process.poll() is None and self.ended_at == float("inf")
+            self.supervisor.end(interrupted=True)
 
     def ask_where(self) -> None:
         """Let it print what its threads are doing, which a rank does at this signal."""
@@ -232,8 +240,7 @@ class _Group:
     def end(self) -> None:
         """End what still runs, and pass on what it said last."""
         for rank in self._ranks:
-            if rank.status is None:
-                rank.supervisor.end(interrupted=True)
+            rank.end()
         for rank in self._ranks:
             rank.join()
         while self._receive(0.0) is not None:
@@ -247,7 +254,7 @@ class _Group:
         """
         failed = [rank for rank in self._ranks if rank.status != 0]
         if failed:
-            raise _error(min(failed, key=lambda rank: rank.ended_at), len(self._ranks))
+            raise _error(min(failed, key=_place), len(self._ranks))
         outcome = self._ranks[0].outcome()
         assert outcome is not None, "a rank that ended well has left its outcome"
         return TrainResult.model_validate(outcome.result)
@@ -280,8 +287,20 @@ class _Group:
             self._progress(event.done, event.total, event.unit, event.message, force=True, **event.metrics)
 
 
+def _place(rank: _Rank) -> tuple[bool, float]:
+    """Orders ranks that have failed: the one whose end the others followed comes first.
+
+    The others fail when their connections to it close. This process may see their ends first: so each says
+    itself when it failed, and one that was killed before this process ended any cannot have followed.
+    """
+    outcome = rank.outcome()
+    failure = outcome.failure if outcome is not None else None
+    is_cause = rank.status == -signal.SIGKILL and not rank.was_ended
+    return not is_cause, failure.at if failure is not None else rank.ended_at
+
+
 def _error(rank: _Rank, count: int) -> Eagle3Error:
-    """Why training ended: what the rank that ended first has to say, or how it ended."""
+    """Why training ended: what the rank that failed first has to say, or how it ended."""
     outcome = rank.outcome()
     failure = outcome.failure if outcome is not None else None
     if failure is not None and failure.is_user_error:
