@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -100,14 +102,23 @@ def test_ranks_that_do_no_step_are_ended_and_say_where_they_stand(
     tmp_path: Path,
     tiny_target: TargetInfo,
     make_odd: Callable[[int, str], Path],
+    monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     stamp = make_odd(3, "hang")
+    stands_still = launch._Group._stands_still
+
+    def from_the_stamp_on(self: launch._Group) -> bool:
+        if not stamp.exists():
+            self._still_seconds = 0.0
+        return stands_still(self)
+
+    monkeypatch.setattr(launch._Group, "_stands_still", from_the_stamp_on)
     settings = SETTINGS | {"stall_timeout_minutes": 0.1}
     spec = spec_of(tmp_path, tiny_target, make_samples(tiny_target, 8, 3), train=settings)
     with pytest.raises(RankError, match=r"the 2 ranks have done no step for 0\.1 minutes") as raised:
         train.run(spec, Quiet())  # type: ignore[arg-type]
-    assert 5 < time.time() - stamp.stat().st_mtime < 30
+    assert 5 < time.time() - stamp.stat().st_mtime < WAIT_SECONDS
     assert ranks_left() == []
     assert (folder_of(spec) / "resume.json").is_file()
     last_lines = raised.value.details["last_lines"]
@@ -132,6 +143,27 @@ def test_only_ranks_between_two_steps_can_stand_still() -> None:
         group._report(event.model_copy(update=update))
         seen.append(group._stands_still())
     assert seen == [False, False, True, False, True, False, True, False]
+
+
+def test_time_in_which_a_host_was_suspended_is_not_one_in_which_its_ranks_stood_still(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, passed = 0.0, iter([1.0, 3600.0, *[1.0] * 7])
+
+    def get(timeout: float) -> None:
+        nonlocal now
+        now += next(passed)
+        raise queue.Empty
+
+    monkeypatch.setattr(launch, "time", SimpleNamespace(monotonic=lambda: now))
+    group = launch._Group(Progress("train"), stall_seconds=9.0)
+    monkeypatch.setattr(group, "_events", SimpleNamespace(get=get))
+    group._report(ProgressEvent(step="train", done=1, total=9, unit="steps"))
+    seen = []
+    for _ in range(9):
+        group._receive(1.0)
+        seen.append(group._stands_still())
+    assert seen == [False] * 8 + [True]
 
 
 def test_what_all_ranks_find_wrong_is_raised_as_without_ranks(
