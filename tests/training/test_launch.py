@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -29,8 +30,12 @@ SETTINGS = {"pack_tokens": 32, "packs_per_step": 2, "num_ranks": 2, "checkpoint_
 
 def ranks_left() -> list[int]:
     """Children of this process that are ranks."""
-    children = psutil.Process().children(recursive=True)
-    return [child.pid for child in children if "odd_rank" in " ".join(child.cmdline())]
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # one that is no rank may just have ended
+            if "odd_rank" in " ".join(child.cmdline()):
+                found.append(child.pid)
+    return found
 
 
 @pytest.fixture
