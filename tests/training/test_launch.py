@@ -113,12 +113,12 @@ def test_ranks_that_do_no_step_are_ended_and_say_where_they_stand(
     stamp = make_odd(3, "hang")
     stands_still = launch._Group._stands_still
 
-    def from_the_stamp_on(self: launch._Group) -> bool:
-        if not stamp.exists():
+    def from_the_stamps_on(self: launch._Group) -> bool:
+        if not (stamp.exists() and Path(f"{stamp}-0").exists()):
             self._still_seconds = 0.0
         return stands_still(self)
 
-    monkeypatch.setattr(launch._Group, "_stands_still", from_the_stamp_on)
+    monkeypatch.setattr(launch._Group, "_stands_still", from_the_stamps_on)
     settings = SETTINGS | {"stall_timeout_minutes": 0.1}
     spec = spec_of(tmp_path, tiny_target, make_samples(tiny_target, 8, 3), train=settings)
     with pytest.raises(RankError, match=r"the 2 ranks have done no step for 0\.1 minutes") as raised:
