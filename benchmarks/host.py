@@ -117,7 +117,7 @@ class HostRun:
                 limit_seconds=spec.seconds,
                 figures=figures_of(spec),
             )
-            for name, spec in self._early.items()
+            for name, spec in list(self._early.items())
         }
         found = running | self._outcomes
         return [found[part.name] for part in PARTS if part.name in found]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field
@@ -63,6 +64,9 @@ class StepFailure(Message):
     traceback: str
     is_user_error: bool
     details: dict[str, Any] = Field(default={}, description="Findings that the error carried, for tables.")
+    at: float = Field(
+        default_factory=time.monotonic, description="When, by the clock that all processes of a host share."
+    )
 
 
 class StepOutcome(Message):

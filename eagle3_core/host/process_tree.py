@@ -67,7 +67,8 @@ def step_variable(token: str) -> str:
 class ProcessTree:
     """A started process and all that descends from it.
 
-    `update` remembers descendants while their parents still live; call it every few seconds.
+    `update` remembers descendants while their parents still live; call it every few seconds. One thread may
+    do so while another ends the tree.
     """
 
     def __init__(self, pid: int, token: str) -> None:
@@ -84,7 +85,7 @@ class ProcessTree:
     def members(self) -> list[psutil.Process]:
         """Living processes of the tree: remembered, of the same session, or with the token."""
         self.update()
-        known = [process for process in self._known.values() if _is_alive(process)]
+        known = [process for process in list(self._known.values()) if _is_alive(process)]
         children = [child for process in known for child in _children(process)]
         strays = [
             process

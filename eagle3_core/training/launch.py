@@ -40,8 +40,10 @@ RANK_MODULE = "eagle3_core.training.rank"
 HOST = "127.0.0.1"
 TAIL_LINES = 40
 POLL_SECONDS = 1.0
-STACK_SECONDS = 5.0
+STACK_SECONDS = 30.0
 """Ranks that stand still have so long to say where."""
+STACK_PAUSE_SECONDS = 1.0
+"""All is said when nothing more comes for so long."""
 RESUMES = "training goes on from its last checkpoint when it runs again"
 FOLDER_PREFIX = "eagle3-ranks-"
 """Of temporary folders; the process that made one follows."""
@@ -120,7 +122,8 @@ class _Rank(threading.Thread):
 
     Attributes:
         status: exit status; None while it runs.
-        ended_at: when its output ended, which is when it ended.
+        ended_at: when the end of its output was seen.
+        was_ended: whether it still ran when it was ended from here.
         tail: its last lines.
     """
 
@@ -132,6 +135,7 @@ class _Rank(threading.Thread):
         self._outcome = folder / f"outcome-{rank}.json"
         self.status: int | None = None
         self.ended_at = float("inf")
+        self.was_ended = False
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
         token = uuid.uuid4().hex
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank), STEP_VARIABLE: step_variable(token)}
@@ -151,6 +155,12 @@ class _Rank(threading.Thread):
         self.ended_at = time.monotonic()
         self.status = self.supervisor.end()
         self._events.put((self, None))
+
+    def end(self) -> None:
+        """End it, if it has not ended by itself."""
+        if self.status is None:
+            self.was_ended = self._process.poll() is None and self.ended_at == float("inf")
+            self.supervisor.end(interrupted=True)
 
     def ask_where(self) -> None:
         """Let it print what its threads are doing, which a rank does at this signal."""
@@ -172,15 +182,16 @@ class _Group:
 
     Args:
         progress: told what the first rank reports.
-        stall_seconds: ranks that have begun to do steps and do none for so long have stalled.
+        stall_seconds: ranks that have begun to do steps and do none for so long have stalled. Time in which
+            this process did not run does not count: nor did they, where the host was suspended.
     """
 
     def __init__(self, progress: Progress, stall_seconds: float) -> None:
         self._progress, self._stall_seconds = progress, stall_seconds
         self._ranks: list[_Rank] = []
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
-        self._is_paused = False
-        self._last_step: float | None = None
+        self._is_paused = self._is_stepping = False
+        self._still_seconds = 0.0
 
     def start(self, rank: int, folder: Path, variables: Mapping[str, str]) -> None:
         """Start a rank."""
@@ -207,33 +218,39 @@ class _Group:
 
     def _receive(self, seconds: float) -> _Event | None:
         """The next line or end of a rank, a line passed on; None if none comes in so many seconds."""
+        began = time.monotonic()
         try:
             rank, line = self._events.get(timeout=seconds)
         except queue.Empty:
             return None
+        finally:
+            self._still_seconds += min(time.monotonic() - began, 2 * POLL_SECONDS)
         if line is not None:
             self._pass_on(rank, line)
         return rank, line
 
     def _stands_still(self) -> bool:
         """Whether steps have stopped for too long; a pause for want of room has a limit of its own."""
-        if self._is_paused or self._last_step is None:
-            return False
-        return time.monotonic() - self._last_step > self._stall_seconds
+        is_watched = self._is_stepping and not self._is_paused
+        return is_watched and self._still_seconds > self._stall_seconds
 
     def _pass_on_where(self) -> None:
         """Let all ranks say what they are doing, for the log."""
+        silent = set(self._ranks)
         for rank in self._ranks:
             rank.ask_where()
         deadline = time.monotonic() + STACK_SECONDS
         while (left := deadline - time.monotonic()) > 0:
-            self._receive(left)
+            event = self._receive(min(left, STACK_PAUSE_SECONDS))
+            if event is not None:
+                silent.discard(event[0])
+            elif not silent:
+                break
 
     def end(self) -> None:
         """End what still runs, and pass on what it said last."""
         for rank in self._ranks:
-            if rank.status is None:
-                rank.supervisor.end(interrupted=True)
+            rank.end()
         for rank in self._ranks:
             rank.join()
         while self._receive(0.0) is not None:
@@ -247,7 +264,7 @@ class _Group:
         """
         failed = [rank for rank in self._ranks if rank.status != 0]
         if failed:
-            raise _error(min(failed, key=lambda rank: rank.ended_at), len(self._ranks))
+            raise _error(min(failed, key=_place), len(self._ranks))
         outcome = self._ranks[0].outcome()
         assert outcome is not None, "a rank that ended well has left its outcome"
         return TrainResult.model_validate(outcome.result)
@@ -274,14 +291,26 @@ class _Group:
         if event.is_paused or self._is_paused:
             self._progress.pause(event.message if event.is_paused else None)
         self._is_paused = event.is_paused
-        is_stepping = event.unit == "steps" and event.done != event.total
-        self._last_step = time.monotonic() if is_stepping else None
+        self._is_stepping = event.unit == "steps" and event.done != event.total
+        self._still_seconds = 0.0
         if not event.is_paused:
             self._progress(event.done, event.total, event.unit, event.message, force=True, **event.metrics)
 
 
+def _place(rank: _Rank) -> tuple[bool, float]:
+    """Orders ranks that have failed: the one whose end the others followed comes first.
+
+    The others fail when their connections to it close. This process may see their ends first: so each says
+    itself when it failed, and one that was killed before this process ended any cannot have followed.
+    """
+    outcome = rank.outcome()
+    failure = outcome.failure if outcome is not None else None
+    is_cause = rank.status == -signal.SIGKILL and not rank.was_ended
+    return not is_cause, failure.at if failure is not None else rank.ended_at
+
+
 def _error(rank: _Rank, count: int) -> Eagle3Error:
-    """Why training ended: what the rank that ended first has to say, or how it ended."""
+    """Why training ended: what the rank that failed first has to say, or how it ended."""
     outcome = rank.outcome()
     failure = outcome.failure if outcome is not None else None
     if failure is not None and failure.is_user_error:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -12,7 +14,11 @@ import pytest
 
 from benchmarks import host, host_parts
 from benchmarks.host_parts import PARTS, Part, PartOutcome, PartSpec, limit_of, part_environment, run_part
+from benchmarks.host_signals import wait_for
 from benchmarks.host_table import format_rows, rows_of
+from eagle3_core.host import process
+
+LIMIT = 600.0
 
 
 def spec_for(folder: Path, name: str, **changes: Any) -> PartSpec:
@@ -41,15 +47,15 @@ def has_ended(pid: int) -> bool:
         return True
 
 
-def run(folder: Path, name: str, limit: float = 60.0) -> tuple[PartOutcome, list[str]]:
-    shown: list[str] = []
+def run(folder: Path, name: str, shown: list[str]) -> PartOutcome:
     part = Part(name, "tests.benchmarks.odd_part", 1)
-    return run_part(part, spec_for(folder, name, seconds=limit), shown.append), shown
+    return run_part(part, spec_for(folder, name, seconds=LIMIT), shown.append)
 
 
 @pytest.mark.parametrize("name", ["skipped", "failed"])
 def test_a_part_that_ends_says_how_and_leaves_no_process(tmp_path: Path, name: str):
-    found, shown = run(tmp_path, name)
+    shown: list[str] = []
+    found = run(tmp_path, name, shown)
     assert (found.state, found.is_sound) == (name, name != "failed")
     assert shown == [f"{name} began"]
     if name == "skipped":
@@ -61,8 +67,14 @@ def test_a_part_that_ends_says_how_and_leaves_no_process(tmp_path: Path, name: s
     assert found.last_lines[-1] == "RuntimeError: the engine is not there"
 
 
-def test_a_part_that_runs_over_is_ended_and_keeps_its_figures(tmp_path: Path):
-    found, _ = run(tmp_path, "late", limit=3.0)
+def test_a_part_that_runs_over_is_ended_and_keeps_its_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Its time is over when it has shown that it began."""
+    shown: list[str] = []
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + (LIMIT if shown else 0.0))
+    monkeypatch.setattr(process, "time", clock)
+    found = run(tmp_path, "late", shown)
     assert (found.state, found.is_sound) == ("late", False)
     assert has_ended(found.figures["child"])
     assert found.last_lines == ("late began",)
@@ -123,16 +135,23 @@ def test_early_stages_run_beside_other_parts_and_never_beside_one_that_is_alone(
 def test_a_part_that_fails_in_its_early_stages_does_not_hold_others_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    monkeypatch.setattr(host, "QUIET_SECONDS", 2 * LIMIT)
     parts = (odd("alone", is_alone=True), odd("failed", begins_early=True))
     _, document = host_run(monkeypatch, tmp_path, parts)
     assert [part["state"] for part in document["parts"]] == ["done", "failed"]
-    assert document["seconds"] < host.QUIET_SECONDS / 2
+    assert document["seconds"] < LIMIT
 
 
 def test_early_stages_that_do_not_end_give_way_to_a_part_that_is_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(host, "QUIET_SECONDS", 1.0)
+    def impatiently(signal: Any, folder: Path, seconds: float) -> bool:
+        deadline = time.monotonic() + LIMIT
+        while not (folder / "late" / "figures.json").exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return wait_for(signal, folder, 1.0 if seconds == host.QUIET_SECONDS else seconds)
+
+    monkeypatch.setattr(host, "wait_for", impatiently)
     parts = (odd("alone", is_alone=True), odd("late", begins_early=True))
     status, document = host_run(monkeypatch, tmp_path, parts)
     assert status == 1

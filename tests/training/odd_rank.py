@@ -2,7 +2,7 @@
 
 `kill_step` kills the process that started the ranks, and `hang` does nothing for ten minutes. Before step 0
 is before anything of training; at a later step the rank waits for a checkpoint first. It makes `ODD_STAMP`
-when it does it.
+when it does it, and others make `<ODD_STAMP>-<rank>` when they come to that step.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ def odd(self: Trainer, *args: Any) -> float:
     pointer = self.resume._folder / "resume.json"
     while self.position.step and not pointer.is_file():
         time.sleep(0.01)
-    if os.environ["RANK"] == ODD and self.position.step + 1 == int(STEP):
-        act()
+    if self.position.step + 1 == int(STEP):
+        if os.environ["RANK"] == ODD:
+            act()
+        Path(f"{os.environ['ODD_STAMP']}-{os.environ['RANK']}").touch()
     return usual(self, *args)
 
 

@@ -26,20 +26,21 @@ from tests.training.examples import make_config, make_samples, write_inputs
 SAVE_ALWAYS = 1e-6
 """Seconds between checkpoints: one as soon as the one before is written."""
 KILLED = """
-import os, signal, sys, time
+import json, os, signal, sys, time
 from pathlib import Path
 from eagle3_core.contracts import StepSpec
 from eagle3_core.training import train
-spec, step = StepSpec.model_validate_json(Path(sys.argv[1]).read_text()), int(sys.argv[2])
-pointer = Path(sys.argv[3]) / "resume.json"
+spec, step, saved = StepSpec.model_validate_json(Path(sys.argv[1]).read_text()), *map(int, sys.argv[2:4])
+pointer = Path(sys.argv[4]) / "resume.json"
+def is_saved():
+    return pointer.is_file() and json.loads(pointer.read_text())["checkpoints"][0]["step"] >= saved
 def progress(done, total, unit, *rest, **more):
-    if unit != "steps":
+    if unit != "steps" or done != step:
         return
-    deadline = time.monotonic() + 60
-    while done > 1 and not pointer.is_file() and time.monotonic() < deadline:
+    deadline = time.monotonic() + 120
+    while not is_saved() and time.monotonic() < deadline:
         time.sleep(0.01)
-    if done == step:
-        os.kill(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
 train.run(spec, progress)
 """
 
@@ -52,7 +53,7 @@ from eagle3_core.training import launch, train
 launch.RANK_MODULE = "tests.training.odd_rank"
 train.run(StepSpec.model_validate_json(Path(sys.argv[1]).read_text()), lambda *some, **more: None)
 """
-LEAVING_SECONDS = 20.0
+LEAVING_SECONDS = 120.0
 LEAVE = """
 from eagle3_core.step import end_process
 dist.barrier()
@@ -80,12 +81,12 @@ def run_ranks(code: str, arguments: Sequence[str], count: int) -> None:
         for rank in range(count)
     ]
     for process in running:
-        _, errors = process.communicate(timeout=120)
+        _, errors = process.communicate(timeout=300)
         assert process.returncode == 0, errors[-3000:]
 
 
 class Quiet:
-    """A progress that remembers what it was told."""
+    """A progress that remembers what it was told: each step once, though a long look repeats the last one."""
 
     def __init__(self) -> None:
         self.steps: list[float] = []
@@ -93,7 +94,7 @@ class Quiet:
 
     def __call__(self, done: float, total: float | None, unit: str, message: str = "", **more: Any) -> None:
         if unit == "steps":
-            self.steps.append(done)
+            self.steps += [done] if self.steps[-1:] != [done] else []
             self.figures = more
 
 
@@ -113,11 +114,11 @@ def records_of(spec: StepSpec, kind: str) -> list[dict[str, Any]]:
     return [record for line in lines if (record := json.loads(line))["type"] == kind]
 
 
-def run_killed(spec: StepSpec, step: int, root: Path) -> None:
-    """Train in another process that is killed when it reports this step; a checkpoint is there by then."""
+def run_killed(spec: StepSpec, step: int, root: Path, saved: int = 1) -> None:
+    """Train in another process that is killed when it reports this step and has saved `saved` or a later."""
     (root / "spec.json").write_text(spec.model_dump_json())
     killed = subprocess.run(
-        [sys.executable, "-c", KILLED, str(root / "spec.json"), str(step), str(folder_of(spec))],
+        [sys.executable, "-c", KILLED, str(root / "spec.json"), str(step), str(saved), str(folder_of(spec))],
         cwd=PROJECT_ROOT,
         env=os.environ | {"PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"},
         capture_output=True,

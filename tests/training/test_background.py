@@ -19,18 +19,22 @@ pytestmark = pytest.mark.engine
 PLAN = ArtifactPlan(kind="checkpoint", identity={"for": "a test"})
 
 
+WAIT_SECONDS = 120.0
+
+
 class SlowFolder(ResumeFolder):
     """Begins to write when it is let."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, PLAN)
-        self.may_go_on = threading.Event()
+        self.is_asked, self.may_go_on = threading.Event(), threading.Event()
         self.started: list[int] = []
         self.error: Exception | None = None
 
     def save(self, state: dict[str, Any], step: int, best: Any = ()) -> None:
         self.started.append(step)
-        assert self.may_go_on.wait(20)
+        self.is_asked.set()
+        assert self.may_go_on.wait(WAIT_SECONDS)
         if self.error:
             raise self.error
         super().save(state, step, best)
@@ -80,11 +84,12 @@ def test_one_is_written_at_a_time_and_the_end_waits_for_the_last(slow: SlowFolde
         saver.save(state(1.0), 1)
         second = threading.Thread(target=saver.save, args=(state(2.0), 2))
         second.start()
+        assert slow.is_asked.wait(WAIT_SECONDS)
         second.join(0.2)
         assert second.is_alive()
         assert slow.started == [1]
         slow.may_go_on.set()
-        second.join(20)
+        second.join(WAIT_SECONDS)
         saver.save(state(3.0), 3)
     assert slow.started == [1, 2, 3]
     assert saved(tmp_path) == (3.0, 4.0, 3.0)

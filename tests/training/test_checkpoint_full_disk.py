@@ -23,6 +23,7 @@ pytestmark = pytest.mark.engine
 PLAN = ArtifactPlan(kind="checkpoint", identity={"for": "a test"})
 MIB = 1 << 20
 ELEMENTS = MIB // 4
+WAIT_SECONDS = 120.0
 
 
 @pytest.fixture
@@ -54,24 +55,30 @@ def test_a_save_waits_for_space_and_the_earlier_ones_stay_valid(
 ) -> None:
     """Once because it asked, once because the write itself found no space."""
     reasons: list[str | None] = []
+    unfinished: list[Path] = []
+
+    def report(reason: str | None) -> None:  # by the thread that saves: it writes nothing meanwhile
+        unfinished.extend(full.path.glob(".tmp-*"))
+        reasons.append(reason)
+
     if not knows_free_space:
         monkeypatch.setattr(DiskGuard, "make_room", lambda *_: None)
-    with guarding(DiskGuard(limits("pause"), None, reasons.append)):
+    with guarding(DiskGuard(limits("pause"), None, report)):
         folder = ResumeFolder(full.path, PLAN)
         save(folder, 1)
         save(folder, 2)
         late = threading.Thread(target=save, args=(folder, 3))
         late.start()
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + WAIT_SECONDS
         while not reasons:
             assert time.monotonic() < deadline
             time.sleep(0.02)
         assert newest(full.path) == 2
-        assert not list(full.path.glob(".tmp-*"))
         assert str(reasons[0]).startswith("paused: no space: ")
         full.resize(8 * MIB)
-        late.join(20)
+        late.join(WAIT_SECONDS)
     assert reasons[-1] is None
+    assert unfinished == []
     assert newest(full.path) == 3
 
 
@@ -94,16 +101,17 @@ def test_by_policy_a_save_fails_and_the_earlier_ones_stay_valid(
 
 
 def test_lines_of_the_metrics_are_whole_after_a_full_disk(full: SmallDisk) -> None:
-    with guarding(DiskGuard(limits("pause"))):
+    is_full = threading.Event()
+    with guarding(DiskGuard(limits("pause"), None, lambda _: is_full.set())):
         metrics = MetricsLog(full.path)
         late = threading.Thread(
             target=lambda: [metrics.append([{"number": n, "text": "x" * 100_000}]) for n in range(40)]
         )
         late.start()
-        time.sleep(0.5)
+        assert is_full.wait(WAIT_SECONDS)
         assert late.is_alive()
         full.resize(8 * MIB)
-        late.join(20)
+        late.join(WAIT_SECONDS)
         metrics.close()
     lines = (full.path / "metrics.jsonl").read_text().splitlines()
     assert [line[:13] for line in lines] == [f'{{"number": {n},'[:13] for n in range(40)]

@@ -142,12 +142,12 @@ def test_who_finds_labels_being_made_waits_and_makes_none(
 
     def slow(*_: Any) -> None:
         is_making.set()
-        may_go_on.wait(30)
+        assert may_go_on.wait(120)
 
     late = Heads(tiny_target)
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(make, spec, Heads(tiny_target), slow)
-        is_making.wait(30)
+        assert is_making.wait(120)
         second = pool.submit(make, spec, late)
         with pytest.raises(TimeoutError):
             second.result(1.0)

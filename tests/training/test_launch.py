@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import queue
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -19,13 +23,19 @@ from tests.training.examples import make_config, make_samples
 from tests.training.runs import SAVE_ALWAYS, Quiet, folder_of, spec_of
 
 pytestmark = pytest.mark.engine
+WAIT_SECONDS = 200.0
+"""Far less than an odd rank's ten minutes."""
 SETTINGS = {"pack_tokens": 32, "packs_per_step": 2, "num_ranks": 2, "checkpoint_every_seconds": SAVE_ALWAYS}
 
 
 def ranks_left() -> list[int]:
     """Children of this process that are ranks."""
-    children = psutil.Process().children(recursive=True)
-    return [child.pid for child in children if "odd_rank" in " ".join(child.cmdline())]
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # one that is no rank may just have ended
+            if "odd_rank" in " ".join(child.cmdline()):
+                found.append(child.pid)
+    return found
 
 
 @pytest.fixture
@@ -42,6 +52,27 @@ def make_odd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int, 
     return make
 
 
+@pytest.fixture
+def sees_rank_1_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that watches rank 1 has its turn when all is known of rank 0."""
+    run = launch._Rank.run
+
+    def after_rank_0(lines: Iterator[str]) -> Iterator[str]:
+        yield from lines
+        for thread in threading.enumerate():
+            if thread.name == "rank-0":
+                thread.join(WAIT_SECONDS)
+
+    def watched(self: launch._Rank) -> None:
+        if self.rank == 1:
+            lines = self.supervisor.lines
+            self.supervisor.lines = lambda *rest: after_rank_0(lines(*rest))  # type: ignore[method-assign]
+        run(self)
+
+    monkeypatch.setattr(launch._Rank, "run", watched)
+
+
+@pytest.mark.usefixtures("sees_rank_1_last")
 @pytest.mark.parametrize(
     ("step", "deed", "message"),
     [
@@ -62,7 +93,7 @@ def test_a_rank_that_fails_or_is_killed_ends_all_and_is_named(
     spec = spec_of(tmp_path, tiny_target, make_samples(tiny_target, 8, 3), train=SETTINGS)
     with pytest.raises(RankError, match=message) as raised:
         train.run(spec, Quiet())  # type: ignore[arg-type]
-    assert time.time() - stamp.stat().st_mtime < 30
+    assert time.time() - stamp.stat().st_mtime < WAIT_SECONDS
     assert raised.value.details["rank"] == 1
     assert ranks_left() == []
     assert not (folder_of(spec) / "manifest.json").exists()
@@ -76,14 +107,23 @@ def test_ranks_that_do_no_step_are_ended_and_say_where_they_stand(
     tmp_path: Path,
     tiny_target: TargetInfo,
     make_odd: Callable[[int, str], Path],
+    monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     stamp = make_odd(3, "hang")
+    stands_still = launch._Group._stands_still
+
+    def from_the_stamps_on(self: launch._Group) -> bool:
+        if not (stamp.exists() and Path(f"{stamp}-0").exists()):
+            self._still_seconds = 0.0
+        return stands_still(self)
+
+    monkeypatch.setattr(launch._Group, "_stands_still", from_the_stamps_on)
     settings = SETTINGS | {"stall_timeout_minutes": 0.1}
     spec = spec_of(tmp_path, tiny_target, make_samples(tiny_target, 8, 3), train=settings)
     with pytest.raises(RankError, match=r"the 2 ranks have done no step for 0\.1 minutes") as raised:
         train.run(spec, Quiet())  # type: ignore[arg-type]
-    assert 5 < time.time() - stamp.stat().st_mtime < 30
+    assert 5 < time.time() - stamp.stat().st_mtime < WAIT_SECONDS
     assert ranks_left() == []
     assert (folder_of(spec) / "resume.json").is_file()
     last_lines = raised.value.details["last_lines"]
@@ -108,6 +148,27 @@ def test_only_ranks_between_two_steps_can_stand_still() -> None:
         group._report(event.model_copy(update=update))
         seen.append(group._stands_still())
     assert seen == [False, False, True, False, True, False, True, False]
+
+
+def test_time_in_which_a_host_was_suspended_is_not_one_in_which_its_ranks_stood_still(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, passed = 0.0, iter([1.0, 3600.0, *[1.0] * 7])
+
+    def get(timeout: float) -> None:
+        nonlocal now
+        now += next(passed)
+        raise queue.Empty
+
+    monkeypatch.setattr(launch, "time", SimpleNamespace(monotonic=lambda: now))
+    group = launch._Group(Progress("train"), stall_seconds=9.0)
+    monkeypatch.setattr(group, "_events", SimpleNamespace(get=get))
+    group._report(ProgressEvent(step="train", done=1, total=9, unit="steps"))
+    seen = []
+    for _ in range(9):
+        group._receive(1.0)
+        seen.append(group._stands_still())
+    assert seen == [False] * 8 + [True]
 
 
 def test_what_all_ranks_find_wrong_is_raised_as_without_ranks(

@@ -84,7 +84,7 @@ def test_killed_at_7_and_in_the_second_epoch_and_resumed_equals_20_steps_straigh
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     spec = copied(killed_at_seven, tmp_path)
-    run_killed(spec, 16, tmp_path)
+    run_killed(spec, 16, tmp_path, saved=10)
     quiet = Quiet()
     caplog.set_level("INFO", logger=NOTICES)
     result = train.run(spec, quiet)  # type: ignore[arg-type]

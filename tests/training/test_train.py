@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -263,6 +264,9 @@ def test_a_training_whose_folder_was_taken_over_ends_and_writes_nothing_over_it(
     def progress(done: float, total: float | None, unit: str, *some: Any, **more: Any) -> None:
         pointer = folder_of(spec) / "resume.json"
         if unit == "steps" and pointer.is_file() and not found:
+            for thread in threading.enumerate():
+                if thread.name == "checkpoint":  # it may have asked just now whether the folder is its own
+                    thread.join()
             lock = folder_of(spec) / ".lock"
             owner = json.loads(lock.read_text()) | {"token": "another process"}
             lock.write_text(json.dumps(owner))
