@@ -150,17 +150,21 @@ class _Rank(threading.Thread):
         self.supervisor = Supervisor(self._process, token)
 
     def run(self) -> None:
-        for line in self.supervisor.lines(None, None):
-            self._events.put((self, line))
-        self.ended_at = time.monotonic()
-        self.status = self.supervisor.end()
+        try:
+            for line in self.supervisor.lines(None, None):
+                self._events.put((self, line))
+            self.ended_at = time.monotonic()
+            self.status = self.supervisor.end()
+        except Exception as error:  # its status stays unknown, and it is ended with the others
+            self.ended_at = min(self.ended_at, time.monotonic())
+            self._events.put((self, f"it cannot be watched any more ({type(error).__name__}: {error})"))
         self._events.put((self, None))
 
     def end(self) -> None:
         """End it, if it has not ended by itself."""
         if self.status is None:
             self.was_ended = self._process.poll() is None and self.ended_at == float("inf")
-            self.supervisor.end(interrupted=True)
+            self.status = self.supervisor.end(interrupted=True)
 
     def ask_where(self) -> None:
         """Let it print what its threads are doing, which a rank does at this signal."""

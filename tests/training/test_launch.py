@@ -15,7 +15,8 @@ import pytest
 
 from eagle3_core.contracts import ProgressEvent
 from eagle3_core.errors import ConfigError, RankError, TrainingError
-from eagle3_core.host.process_tree import ProcessId
+from eagle3_core.host import process
+from eagle3_core.host.process_tree import ProcessId, ProcessTree
 from eagle3_core.step import Progress
 from eagle3_core.target.info import TargetInfo
 from eagle3_core.training import launch, train
@@ -101,6 +102,29 @@ def test_a_rank_that_fails_or_is_killed_ends_all_and_is_named(
     if deed == "raise":
         assert "RuntimeError: this rank is odd" in raised.value.details["last_lines"][-1]
         assert "[rank 1] RuntimeError: this rank is odd" in capfd.readouterr().out
+
+
+def test_a_rank_that_cannot_be_watched_any_more_ends_training(
+    tmp_path: Path,
+    tiny_target: TargetInfo,
+    make_odd: Callable[[int, str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    make_odd(1, "hang")
+
+    def update(self: ProcessTree) -> None:
+        if threading.current_thread().name == "rank-1":
+            raise OSError("no descriptor is left")
+
+    monkeypatch.setattr(ProcessTree, "update", update)
+    monkeypatch.setattr(process, "TREE_UPDATE_SECONDS", 0.0)
+    spec = spec_of(tmp_path, tiny_target, make_samples(tiny_target, 8, 3), train=SETTINGS)
+    message = (
+        r"rank 1 of 2 .*; its last line: it cannot be watched any more \(OSError: no descriptor is left\)"
+    )
+    with pytest.raises(RankError, match=message):
+        train.run(spec, Quiet())  # type: ignore[arg-type]
+    assert ranks_left() == []
 
 
 def test_ranks_that_do_no_step_are_ended_and_say_where_they_stand(
