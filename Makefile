@@ -3,8 +3,8 @@ PYTHON ?= python3
 PROFILE ?= smollm2-135m-demo
 UV_VERSION = 0.13.9
 # A test run that hangs is ended after this many seconds.
-ORCHESTRATOR_TESTS_SECONDS ?= 1500
-ENGINE_TESTS_SECONDS ?= 1200
+ORCHESTRATOR_TESTS_SECONDS ?= 1800
+ENGINE_TESTS_SECONDS ?= 1800
 SGLANG_TESTS_SECONDS ?= 600
 TESTS ?= not gpu
 # Environments whose tests run at once; with 1 one after the other, and what they say is seen at once.
