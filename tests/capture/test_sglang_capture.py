@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import random
 import signal
 import socket
 import time
@@ -23,6 +21,7 @@ from eagle3_core.errors import CaptureError, HostError
 from eagle3_core.store.dataset import Sample
 from tests.capture.runs import make_samples
 from tests.capture.sglang_capture import Session
+from tests.ports import quiet_port
 from tests.tiny import make_tiny_target
 
 pytestmark = pytest.mark.sglang
@@ -154,19 +153,10 @@ def command_of(process: psutil.Process) -> list[str]:
         return []
 
 
-def free_port() -> int:
-    """A port below those that the kernel gives to whoever asks for any, until the server listens."""
-    while True:
-        port = random.randrange(20_000, 30_000)
-        with contextlib.suppress(OSError), socket.socket() as listener:
-            listener.bind(("127.0.0.1", port))
-            return port
-
-
 def test_over_http_the_models_own_capture_gives_the_same_states_and_a_dead_server_is_noticed(
     tmp_path: Path, target: Path
 ) -> None:
-    port, samples = free_port(), make_samples([*LENGTHS[:8], 150])
+    port, samples = quiet_port(), make_samples([*LENGTHS[:8], 150])
     session = Session.make(tmp_path, target, samples)
     counted: list[int] = []
     arguments = engine_arguments(session.config, session.info, session.job, 150, "model")

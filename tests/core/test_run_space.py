@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from eagle3_core.store import disk
 from eagle3_core.store.reserve import Reservations
 from tests.disks import SmallDisk, small_disk
 from tests.doubles.profile import stand_in_config
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.orchestrator
 KIB = 1 << 10
@@ -49,13 +49,6 @@ def record(config: RunConfig, stage: Any) -> StageRecord:
     found = RunFolder(config.workspace_path / "runs" / "r").record().stage(stage)
     assert found is not None
     return found
-
-
-def wait_for(condition: Callable[[], Any], seconds: float = 120.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def test_a_full_disk_pauses_the_stage_its_record_says_so_and_it_goes_on(

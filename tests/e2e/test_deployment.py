@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -24,6 +22,7 @@ from eagle3_core.host.run_folder import find_run
 from tests.doubles.profile import stand_in_profile
 from tests.e2e.tiny_run import tiny_profile
 from tests.host.test_process import living_steps, wait_for
+from tests.ports import quiet_port
 
 pytestmark = [pytest.mark.orchestrator, pytest.mark.slow]
 
@@ -86,17 +85,6 @@ class Site:
             timeout=SECONDS,
             stdin=subprocess.DEVNULL,
         )
-
-
-def quiet_port() -> int:
-    """A free port of 127.0.0.1 of those that the kernel gives to nobody who asks for any port."""
-    given = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
-    others = {*range(10000, 65536)} - {*range(int(given[0]), int(given[1]) + 1)}
-    for port in random.sample(sorted(others), len(others)):
-        with socket.socket() as listener, contextlib.suppress(OSError):
-            listener.bind(("127.0.0.1", port))
-            return port
-    raise AssertionError("no port is free")
 
 
 def end_tree(process: subprocess.Popen[bytes]) -> None:

@@ -17,7 +17,7 @@ from eagle3_core.store import lease as leases
 from eagle3_core.store.lease import hold_lease
 from eagle3_core.store.objects import ObjectClient
 from tests.doubles.s3 import BUCKET, S3, Without
-from tests.store.test_remote import wait_for
+from tests.waiting import wait_for
 
 FOLDER = "capture/0123456789abcdef"
 KEY = f"{FOLDER}/.lease"

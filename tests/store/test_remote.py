@@ -28,6 +28,7 @@ from eagle3_core.store.files import file_entry
 from eagle3_core.store.progress import Progress
 from eagle3_core.store.remote import RemoteStore
 from tests.doubles.s3 import BUCKET, MIB, S3, Answer, Cut, Request, Slow, first
+from tests.waiting import wait_for
 
 PLAN = ArtifactPlan(kind="capture", identity={"states": 1})
 SMALL = ArtifactPlan(kind="checkpoint", identity={"weights": 1})
@@ -86,13 +87,6 @@ def is_read(request: Request) -> bool:
 
 def is_manifest(request: Request) -> bool:
     return request.method == "PUT" and request.target.split("?")[0].endswith("/manifest.json")
-
-
-def wait_for(condition: object, seconds: float = 120.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < deadline, "it did not come to that"
-        time.sleep(0.02)
 
 
 def test_a_complete_artifact_is_in_the_bucket_and_its_shards_have_left_this_host(

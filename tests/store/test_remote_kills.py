@@ -18,7 +18,8 @@ from eagle3_core.store.files import hash_file
 from eagle3_core.store.remote import RemoteStore
 from tests.doubles.s3 import BUCKET, MIB, S3, Slow
 from tests.kills import num_kills
-from tests.store.test_remote import PLAN, PREFIX, make_store, shard, wait_for
+from tests.store.test_remote import PLAN, PREFIX, make_store, shard
+from tests.waiting import wait_for
 
 KILLS = num_kills() // 4
 

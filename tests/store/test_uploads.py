@@ -35,6 +35,7 @@ from tests.doubles.s3 import (
     first,
     refuse_checksums,
 )
+from tests.waiting import wait_for
 
 KEY = "capture/shard.safetensors"
 NUM_PARTS = 6
@@ -333,13 +334,6 @@ def test_a_slow_server_is_given_up_only_when_it_stands_still(
     client.run(upload(client, path, KEY, file_entry(tmp_path, path)))
     assert stored(s3) == path.read_bytes()
     assert sum(request.method == "PUT" for request in s3.proxy.seen) == 1
-
-
-def wait_for(condition: object, seconds: float = 120.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < deadline, "it did not come to that"
-        time.sleep(0.02)
 
 
 def test_parts_go_side_by_side(s3: S3, shard: Path, entry: FileEntry) -> None:
