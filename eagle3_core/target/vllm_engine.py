@@ -23,6 +23,12 @@ def load_vllm(config: RunConfig, target_path: str, **arguments: Any) -> LLM:
     from vllm import LLM
 
     engine = config.engine
+    if engine.device == "cpu":
+        import torch
+
+        # Linux lets a process use AMX tiles once it has asked for them. vLLM takes its AMX kernels wherever
+        # the processor has tiles, and leaves the asking to matrix products, of which small ones do without.
+        torch.cpu._init_amx()
     settings: dict[str, Any] = {
         "model": target_path,
         "dtype": config.target.dtype,

@@ -1,9 +1,9 @@
-"""What vLLM is told of a GPU's memory."""
+"""What vLLM is told of a GPU's memory, and what its kernels need on the CPU."""
 
 from __future__ import annotations
 
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,11 +15,15 @@ from tests.doubles.profile import stand_in_config
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The arguments of the last engine."""
+    """The arguments of the last engine, and whether AMX had been asked for before."""
     arguments: dict[str, Any] = {}
-    vllm = ModuleType("vllm")
+    vllm, torch = ModuleType("vllm"), ModuleType("torch")
     vllm.LLM = arguments.update  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    torch.cpu = SimpleNamespace(  # type: ignore[attr-defined]
+        _init_amx=lambda: arguments.setdefault("has_amx", not arguments)
+    )
+    for module in (vllm, torch):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
     return arguments
 
 
@@ -40,3 +44,11 @@ def test_without_a_size_and_on_the_cpu_vllm_finds_it_for_itself(
 ):
     load_vllm(config_of(tmp_path, **engine), "target")
     assert "kv_cache_memory_bytes" not in told
+
+
+@pytest.mark.parametrize(("device", "is_asked"), [("cpu", True), ("cuda", False)])
+def test_a_process_asks_for_amx_before_vllm_uses_it(
+    tmp_path: Any, told: dict[str, Any], device: str, is_asked: bool
+):
+    load_vllm(config_of(tmp_path, device=device), "target")
+    assert told.get("has_amx", False) is is_asked
