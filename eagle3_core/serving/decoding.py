@@ -15,11 +15,12 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from eagle3_core.config import RunConfig
-from eagle3_core.errors import BenchmarkError
+from eagle3_core.serving.stepwise import WatchedAnswer, decode_stepwise
 from eagle3_core.target.vllm_engine import load_vllm
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput
+    from vllm.v1.metrics.stats import RequestStateStats
 
 logger = logging.getLogger(__name__)
 
@@ -35,12 +36,15 @@ class Decoded:
         drafted: proposed tokens of each target pass; empty without a draft.
         accepted: tokens that the engine counted as accepted in each pass, behind the end of the text too.
         decode_seconds: from the answer's first token to its last.
+        num_unseen: tokens at the end that the engine may have counted as accepted besides; 0 where it records
+            its passes.
     """
 
     token_ids: list[int]
     drafted: list[int]
     accepted: list[int]
     decode_seconds: float
+    num_unseen: int = 0
 
 
 @dataclass(frozen=True)
@@ -78,8 +82,8 @@ class DecodingEngine:
         benchmark = self._config.benchmark
         settings: dict[str, Any] = {"max_num_seqs": benchmark.concurrency, "disable_log_stats": False}
         if self._draft_path is not None:
-            _require_pass_records()
-            settings["per_request_spec_decode_metrics"] = "detailed"
+            if records_passes():
+                settings["per_request_spec_decode_metrics"] = "detailed"
             settings["speculative_config"] = {
                 "model": str(self._draft_path),
                 "method": "eagle3",
@@ -109,6 +113,9 @@ class DecodingEngine:
         from vllm import SamplingParams
 
         sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, detokenize=False)
+        if self._draft_path is not None and not records_passes():
+            depth = self._config.benchmark.num_speculative_tokens
+            return [_watched(answer, depth) for answer in decode_stepwise(self.llm, prompts, sampling)]
         requests: list[Any] = [{"prompt_token_ids": ids} for ids in prompts]
         return [_decoded(output) for output in self.llm.generate(requests, sampling, use_tqdm=False)]
 
@@ -123,29 +130,34 @@ class DecodingEngine:
 
 
 def _decoded(output: RequestOutput) -> Decoded:
-    answer, times = output.outputs[0], output.metrics
-    assert times is not None, "the engine was loaded with disable_log_stats=False"
+    answer = output.outputs[0]
     passes = answer.spec_decode_metrics
     return Decoded(
         token_ids=list(answer.token_ids),
         drafted=list(passes.per_step_drafted) if passes else [],
         accepted=list(passes.per_step_accepted) if passes else [],
-        decode_seconds=max(0.0, times.last_token_ts - times.first_token_ts),
+        decode_seconds=_decode_seconds(output.metrics),
     )
 
 
-def _require_pass_records() -> None:
-    """Refuse an engine whose totals cannot be cut at the end of each answer.
+def _watched(answer: WatchedAnswer, num_speculative_tokens: int) -> Decoded:
+    drafted, accepted = answer.passes(num_speculative_tokens)
+    return Decoded(
+        token_ids=answer.token_ids,
+        drafted=drafted,
+        accepted=accepted,
+        decode_seconds=_decode_seconds(answer.metrics),
+        num_unseen=num_speculative_tokens - accepted[-1] if accepted else 0,
+    )
 
-    Raises:
-        BenchmarkError: vLLM is too old to record the passes of a request.
-    """
-    import vllm
+
+def _decode_seconds(times: RequestStateStats | None) -> float:
+    assert times is not None, "the engine was loaded with disable_log_stats=False"
+    return max(0.0, times.last_token_ts - times.first_token_ts)
+
+
+def records_passes() -> bool:
+    """Whether this vLLM can record what was drafted and accepted in each pass of a request."""
     from vllm.config import ObservabilityConfig
 
-    if not hasattr(ObservabilityConfig, "per_request_spec_decode_metrics"):
-        raise BenchmarkError(
-            f"vLLM {vllm.__version__} does not record the passes of each request",
-            expected="per_request_spec_decode_metrics, which 0.32 has",
-            remedy="set engine.python to an environment with a newer vLLM",
-        )
+    return hasattr(ObservabilityConfig, "per_request_spec_decode_metrics")

@@ -13,9 +13,10 @@ from eagle3_core.artifacts import ArtifactRef
 from eagle3_core.config import parse_config
 from eagle3_core.contracts import BenchmarkResult
 from eagle3_core.errors import BenchmarkError, ExportError, StoreError
-from eagle3_core.serving import benchmark, export
+from eagle3_core.serving import benchmark, decoding, export
 from eagle3_core.serving.acceptance import acceptance_figures, text_passes
-from eagle3_core.serving.decoding import DecodingEngine
+from eagle3_core.serving.decoding import Decoded, DecodingEngine, EngineCounters
+from eagle3_core.serving.measurement import Runs, decode_with_and_without
 from eagle3_core.store.dataset import read_dataset
 from tests.serving.drafts import (
     END_TOKEN,
@@ -73,6 +74,50 @@ def test_vllm_accepts_exactly_the_tokens_that_the_draft_vocabulary_reaches(
         assert row["without_draft"] == answer
         assert row["with_draft"] == answer
         assert row["accepted"] == accepted
+
+
+def test_an_engine_without_records_is_watched_pass_by_pass(
+    factory: Factory, half_export: ArtifactRef, measured: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = scattered_vocabulary(factory.target, 250)["t2d"].tolist()
+    monkeypatch.setattr(decoding, "records_passes", lambda: False)
+    folder = factory.store.folder(half_export) / "vllm"
+    prompts = [sample.input_ids[: sample.prompt_length].tolist() for sample in _samples(factory)]
+
+    runs = decode_with_and_without(factory.config, factory.target.path, folder, prompts, silent())
+
+    by_hand = [_by_hand(int(prompt[-1]), kept) for prompt in prompts]
+    assert [one.token_ids for one in runs.draft] == [answer for answer, _ in by_hand]
+    assert [one.accepted[:-1] for one in runs.draft] == [accepted[:-1] for _, accepted in by_hand]
+    for one, (answer, accepted) in zip(runs.draft, by_hand, strict=True):
+        in_last = len(answer) - 1 - sum(count + 1 for count in accepted[:-1])
+        assert (one.accepted[-1], one.drafted[-1], one.num_unseen) == (
+            in_last - 1,
+            in_last - 1,
+            K + 1 - in_last,
+        )
+    figures, recorded = acceptance_figures(runs.passes(), K), measured[0].acceptance
+    assert figures.acceptance_length == recorded.acceptance_length
+    assert (figures.num_passes, figures.num_samples) == (recorded.num_passes, recorded.num_samples)
+
+
+@pytest.mark.parametrize(
+    ("drafts", "accepted", "is_sound"),
+    [(3, 3, True), (3, 5, True), (3, 2, False), (3, 6, False), (2, 3, False), (4, 3, False)],
+)
+def test_totals_of_an_engine_are_held_against_what_was_seen_of_the_answers(
+    drafts: int, accepted: int, is_sound: bool
+) -> None:
+    answers = [
+        Decoded([1, 2, 3, 4, 5, 6], [3, 0], [3, 0], 1.0, num_unseen=2), Decoded([1, 2], [3], [0], 1.0)
+    ]  # fmt: skip
+    runs = Runs(answers, answers, EngineCounters(drafts, accepted), None, None)
+
+    if is_sound:
+        assert [len(passes) for passes in runs.passes()] == [2, 1]
+    else:
+        with pytest.raises(BenchmarkError, match="expected 3 and 3 to 5, the sum over the answers"):
+            runs.passes()
 
 
 def test_figures_count_the_text_and_not_what_the_engine_accepted_behind_its_end(measured: Any) -> None:
