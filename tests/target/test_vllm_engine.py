@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -52,3 +53,15 @@ def test_a_process_asks_for_amx_before_vllm_uses_it(
 ):
     load_vllm(config_of(tmp_path, device=device), "target")
     assert told.get("has_amx", False) is is_asked
+
+
+@pytest.mark.parametrize(("chosen", "method"), [(None, "spawn"), ("fork", "fork")])
+def test_engines_are_not_forked_from_a_process_that_has_computed(
+    tmp_path: Any, told: dict[str, Any], monkeypatch: pytest.MonkeyPatch, chosen: str | None, method: str
+):
+    variable = "VLLM_WORKER_MULTIPROC_METHOD"
+    monkeypatch.setenv(variable, chosen or "")
+    if chosen is None:
+        monkeypatch.delenv(variable)
+    load_vllm(config_of(tmp_path, device="cuda"), "target")
+    assert os.environ[variable] == method
