@@ -275,8 +275,10 @@ def serve(path: str, mode: str) -> NoReturn:
             continue
         assert engine is not None, line
         number = int(arguments[0])
-        say("done", **asdict(engine.run(number)))
+        taken = engine.run(number)
+        # Before the answer: whoever is asked for a round next has to begin at once, beside others.
         remove_stored(Path(spec.job.folder), spec.shards_of(number))
+        say("done", **asdict(taken))
     if engine is not None:
         engine.close()
     end_process(0)

@@ -108,8 +108,13 @@ def site(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def deployed(site, tiny_folder, tiny_target):
-    """Deployments of a tiny run, registered twice, the schedule enabled in between, and a worker."""
-    profile = tiny_profile(tiny_folder, tiny_target)
+    """Deployments of a tiny run, registered twice, the schedule enabled in between, and a worker.
+
+    Its engines run in processes of their own, as they do on GPUs.
+    """
+    profile = tiny_profile(
+        tiny_folder, tiny_target, engine={"environment": {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}}
+    )
     deploy(site, profile)
     with site.client() as client:
         nightly = names(client)["nightly"]
