@@ -9,9 +9,6 @@ from eagle3_core.config import PROJECT_ROOT, RunConfig, resolve_path
 from eagle3_core.sections import EngineConfig
 
 OPENMP_LIBRARY = "libiomp5.so"
-ONEDNN_INSTRUCTIONS = "AVX512_CORE_BF16"
-"""The most that matrix products may use. With AMX a product of few rows is rounded otherwise than one of
-many: with and without a draft, 17 of 32 answers of SmolLM2-135M differed, and without AMX none."""
 SGLANG_CPU_PACKAGES = PROJECT_ROOT / "eagle3_core" / "capture" / "sglang_cpu"
 """Placeholders for packages that SGLang imports on the CPU without using them."""
 SGLANG_CPU_VARIABLES = {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_IS_FLASHINFER_AVAILABLE": "false"}
@@ -40,7 +37,6 @@ def engine_environment(engine: EngineConfig, inherited: dict[str, str] | None = 
             "VLLM_CPU_KVCACHE_SPACE": str(engine.kv_cache_gib),
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "ONEDNN_MAX_CPU_ISA": ONEDNN_INSTRUCTIONS,
         }
         library = openmp_library(resolve_path(engine.python))
         if library is not None:

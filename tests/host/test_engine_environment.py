@@ -44,14 +44,6 @@ def test_placeholders_are_on_the_path_of_sglang_on_the_cpu_and_of_nothing_else(t
         assert "SGLANG_USE_CPU_ENGINE" not in elsewhere
 
 
-def test_products_on_the_cpu_do_not_round_by_the_number_of_their_rows() -> None:
-    variable = "ONEDNN_MAX_CPU_ISA"
-    assert engine_environment(EngineConfig(), inherited={variable: "ALL"})[variable] == "AVX512_CORE_BF16"
-    assert variable not in engine_environment(EngineConfig(device="cuda"), inherited={})
-    chosen = EngineConfig(environment={variable: "ALL"})
-    assert engine_environment(chosen, inherited={})[variable] == "ALL"
-
-
 def run_config(engine: str, python: str | None, capture: str) -> RunConfig:
     return RunConfig.model_validate(
         {"name": "a", "target": {"model": "m"}, "engine": {"python": engine},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import Any
 
 import pytest
@@ -99,6 +100,25 @@ def test_an_engine_without_records_is_watched_pass_by_pass(
     figures, recorded = acceptance_figures(runs.passes(), K), measured[0].acceptance
     assert figures.acceptance_length == recorded.acceptance_length
     assert (figures.num_passes, figures.num_samples) == (recorded.num_passes, recorded.num_samples)
+
+
+@pytest.mark.parametrize(
+    ("device", "chosen", "found"),
+    [("cpu", None, "AVX512_CORE_BF16"), ("cpu", "ALL", "ALL"), ("cuda", None, None)],
+)
+def test_products_on_the_cpu_do_not_round_by_the_number_of_their_rows(
+    factory: Factory, monkeypatch: pytest.MonkeyPatch, device: str, chosen: str | None, found: str | None
+) -> None:
+    variable = "ONEDNN_MAX_CPU_ISA"
+    monkeypatch.setenv(variable, chosen or "")
+    if chosen is None:
+        monkeypatch.delenv(variable)
+    told: list[str | None] = []
+    monkeypatch.setattr(decoding, "load_vllm", lambda *_, **__: told.append(os.environ.get(variable)))
+    engine = factory.config.engine.model_copy(update={"device": device})
+
+    with DecodingEngine(factory.config.model_copy(update={"engine": engine}), factory.target.path):
+        assert told == [found]
 
 
 @pytest.mark.parametrize(
