@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+AMX_WORKER = "eagle3_core.target.amx_worker.AmxWorker"
+
 
 def load_vllm(config: RunConfig, target_path: str, **arguments: Any) -> LLM:
     """An in-process vLLM engine with the run's settings; `arguments` go to `vllm.LLM` and win.
@@ -27,12 +29,6 @@ def load_vllm(config: RunConfig, target_path: str, **arguments: Any) -> LLM:
     # A forked engine waits for ever in its first parallel loop if this process had one: GNU's OpenMP does not
     # outlive a fork. Steps compute before they load, if only to check a draft.
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-    if engine.device == "cpu":
-        import torch
-
-        # Linux lets a process use AMX tiles once it has asked for them. vLLM takes its AMX kernels wherever
-        # the processor has tiles, and leaves the asking to matrix products, of which small ones do without.
-        torch.cpu._init_amx()
     settings: dict[str, Any] = {
         "model": target_path,
         "dtype": config.target.dtype,
@@ -48,6 +44,8 @@ def load_vllm(config: RunConfig, target_path: str, **arguments: Any) -> LLM:
         settings["gpu_memory_utilization"] = engine.gpu_memory_utilization
         if engine.gpu_kv_cache_gib is not None:
             settings["kv_cache_memory_bytes"] = round(engine.gpu_kv_cache_gib * GIB)
+    else:
+        settings["worker_extension_cls"] = AMX_WORKER
     started = time.monotonic()
     llm = LLM(**settings | arguments)
     logger.info("loaded %s in vLLM in %.1f s", target_path, time.monotonic() - started)

@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import os
 import sys
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 from eagle3_core.config import RunConfig
+from eagle3_core.target import vllm_engine
 from eagle3_core.target.vllm_engine import load_vllm
 from tests.doubles.profile import stand_in_config
 
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The arguments of the last engine, and whether AMX had been asked for before."""
+    """The arguments of the last engine."""
     arguments: dict[str, Any] = {}
-    vllm, torch = ModuleType("vllm"), ModuleType("torch")
+    vllm = ModuleType("vllm")
     vllm.LLM = arguments.update  # type: ignore[attr-defined]
-    torch.cpu = SimpleNamespace(  # type: ignore[attr-defined]
-        _init_amx=lambda: arguments.setdefault("has_amx", not arguments)
-    )
-    for module in (vllm, torch):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
     return arguments
 
 
@@ -47,12 +44,12 @@ def test_without_a_size_and_on_the_cpu_vllm_finds_it_for_itself(
     assert "kv_cache_memory_bytes" not in told
 
 
-@pytest.mark.parametrize(("device", "is_asked"), [("cpu", True), ("cuda", False)])
-def test_a_process_asks_for_amx_before_vllm_uses_it(
-    tmp_path: Any, told: dict[str, Any], device: str, is_asked: bool
+@pytest.mark.parametrize(("device", "workers"), [("cpu", vllm_engine.AMX_WORKER), ("cuda", None)])
+def test_on_the_cpu_each_worker_asks_for_amx(
+    tmp_path: Any, told: dict[str, Any], device: str, workers: str | None
 ):
     load_vllm(config_of(tmp_path, device=device), "target")
-    assert told.get("has_amx", False) is is_asked
+    assert told.get("worker_extension_cls") == workers
 
 
 @pytest.mark.parametrize(("chosen", "method"), [(None, "spawn"), ("fork", "fork")])
