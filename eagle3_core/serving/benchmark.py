@@ -81,6 +81,9 @@ def _checked(result: BenchmarkResult, config: RunConfig) -> BenchmarkResult:
 def choose_prompts(samples: Sequence[Sample], config: RunConfig) -> tuple[list[Sample], list[Rejection]]:
     """The held-out samples to decode, and those whose answer would not fit into the engine.
 
+    An answer needs room for 3 K tokens behind its end: two passes may be under way (asynchronous scheduling),
+    and vLLM proposes nothing for any sequence of a step in which one has no room for K more.
+
     Raises:
         BenchmarkError: none is left.
     """
@@ -88,7 +91,7 @@ def choose_prompts(samples: Sequence[Sample], config: RunConfig) -> tuple[list[S
     found = benchmark_samples(samples, benchmark.num_prompts)
     chosen, skipped = [], []
     for sample in found:
-        needed = sample.prompt_length + benchmark.max_tokens + benchmark.num_speculative_tokens
+        needed = sample.prompt_length + benchmark.max_tokens + 3 * benchmark.num_speculative_tokens
         if needed <= room:
             chosen.append(sample)
             continue

@@ -242,13 +242,30 @@ def test_an_export_for_other_layers_fails_before_an_engine_starts(
 def test_prompts_that_do_not_fit_are_left_out_by_name(factory: Factory) -> None:
     document = factory.config.model_dump(mode="json")
     document["engine"]["max_model_len"] = 32
-    document["benchmark"]["max_tokens"] = 32 - K - 3
+    document["benchmark"]["max_tokens"] = 32 - 3 * K - 3
 
     chosen, skipped = benchmark.choose_prompts(_samples(factory), parse_config(document))
 
     assert [len(sample.input_ids) - 1 for sample in chosen] == [2, 3] * 4
     assert [one.key for one in skipped] == ["prompt-2", "prompt-5", "prompt-8", "prompt-11"]
     assert skipped[0].reason == "needs 33 tokens, engine.max_model_len is 32"
+
+
+def test_a_prompt_that_just_fits_takes_no_proposals_from_the_others(factory: Factory) -> None:
+    ref = _export(factory, "near_end", identity_vocabulary(factory.target), **cycle_options())
+    document = factory.config.model_dump(mode="json")
+    document["engine"]["max_model_len"] = 38
+    for tokens in range(20, 38):  # to the longest answers for which all have room
+        config = parse_config(document | {"benchmark": document["benchmark"] | {"max_tokens": tokens}})
+        if benchmark.choose_prompts(_samples(factory), config)[1]:
+            break
+        fitting = config
+    prompts = [sample.input_ids[: sample.prompt_length].tolist() for sample in _samples(factory)]
+
+    with DecodingEngine(fitting, factory.target.path, factory.store.folder(ref) / "vllm") as engine:
+        answers = engine.decode(prompts, fitting.benchmark.max_tokens)
+
+    assert all(count == K for answer in answers for count in answer.accepted)
 
 
 def test_no_prompt_at_all_is_an_error(factory: Factory) -> None:
