@@ -53,11 +53,20 @@ class Decoded:
 
 @dataclass(frozen=True)
 class EngineCounters:
-    """The engine's own totals since it was loaded."""
+    """The engine's own totals since it was loaded.
+
+    Attributes:
+        drafts: passes over drafted tokens.
+        accepted: drafted tokens that became part of the text, or lie behind its end.
+        accepted_per_position: those of each position.
+        preemptions: answers put back for want of room in the KV cache; each begins again with a pass over
+            all that is known of it, without drafted tokens.
+    """
 
     drafts: int = 0
     accepted: int = 0
     accepted_per_position: tuple[int, ...] = ()
+    preemptions: int = 0
 
     def since(self, earlier: EngineCounters) -> EngineCounters:
         """What was counted after `earlier`."""
@@ -66,6 +75,7 @@ class EngineCounters:
             self.drafts - earlier.drafts,
             self.accepted - earlier.accepted,
             tuple(now - before for now, before in pairs),
+            self.preemptions - earlier.preemptions,
         )
 
 
@@ -132,6 +142,7 @@ class DecodingEngine:
             drafts=metrics[f"{COUNTER_PREFIX}drafts"].value,
             accepted=metrics[f"{COUNTER_PREFIX}accepted_tokens"].value,
             accepted_per_position=tuple(metrics[f"{COUNTER_PREFIX}accepted_tokens_per_pos"].values),
+            preemptions=metrics["vllm:num_preemptions"].value,
         )
 
 

@@ -24,6 +24,11 @@ from eagle3_core.step import Progress
 logger = logging.getLogger(__name__)
 
 WARMUP_TOKENS = 8
+REMEDY = "these acceptance figures cannot be trusted; report the engine's version"
+REMEDY_FOR_PREEMPTIONS = (
+    "the KV cache had no room for all answers at once, so some began again: lower benchmark.concurrency, "
+    "or give the engine more memory"
+)
 MIN_ROWS = 8
 """Sequences that the baseline decodes at once at least, by repeating prompts where there are fewer."""
 
@@ -50,7 +55,8 @@ class Runs:
         """The target passes of each answer of `draft`, cut at the end of the text.
 
         Raises:
-            BenchmarkError: the engine's totals are not the sum over the answers.
+            BenchmarkError: the engine's totals are not the sum over the answers, as where an engine that
+                records no passes had to put answers back.
         """
         drafts = sum(len(one.accepted) for one in self.draft)
         accepted = sum(sum(one.accepted) for one in self.draft)
@@ -60,7 +66,7 @@ class Runs:
             raise BenchmarkError(
                 f"the engine counted {self.counted.drafts} passes, {self.counted.accepted} accepted tokens",
                 expected=f"{drafts} and {sum_of_accepted}, the sum over the answers",
-                remedy="these acceptance figures cannot be trusted; report the engine's version",
+                remedy=REMEDY_FOR_PREEMPTIONS if self.counted.preemptions else REMEDY,
             )
         return [text_passes(one.drafted, one.accepted, len(one.token_ids)) for one in self.draft]
 

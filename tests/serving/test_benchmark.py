@@ -140,6 +140,19 @@ def test_totals_of_an_engine_are_held_against_what_was_seen_of_the_answers(
             runs.passes()
 
 
+@pytest.mark.parametrize(
+    ("preemptions", "remedy"), [(0, "report the engine's version"), (1, "lower benchmark")]
+)
+def test_passes_without_proposals_of_answers_that_were_put_back_are_named(
+    preemptions: int, remedy: str
+) -> None:
+    answers = [Decoded([1, 2, 3], [3, 0], [0, 0], 1.0, num_unseen=3)]
+    runs = Runs(answers, answers, EngineCounters(1, 0, preemptions=preemptions), None, None)
+
+    with pytest.raises(BenchmarkError, match=remedy):
+        runs.passes()
+
+
 def test_figures_count_the_text_and_not_what_the_engine_accepted_behind_its_end(measured: Any) -> None:
     result, rows, manifest = measured
     tokens = sum(len(row["with_draft"]) - 1 for row in rows)
