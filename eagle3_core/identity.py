@@ -27,7 +27,7 @@ STEP_VERSION: dict[ArtifactKind, int] = {
     "labels": 1,
     "checkpoint": 3,
     "export": 1,
-    "benchmark": 1,
+    "benchmark": 2,
 }
 IMPORTED = "imported "
 """Begins the name of the engine of what another project has made."""
