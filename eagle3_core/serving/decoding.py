@@ -133,7 +133,8 @@ class DecodingEngine:
             depth = self._config.benchmark.num_speculative_tokens
             return [_watched(answer, depth) for answer in decode_stepwise(self.llm, prompts, sampling)]
         requests: list[Any] = [{"prompt_token_ids": ids} for ids in prompts]
-        return [_decoded(output) for output in self.llm.generate(requests, sampling, use_tqdm=False)]
+        outputs = self.llm.generate(requests, sampling, use_tqdm=False)
+        return [_decoded(output, has_draft=self._draft_path is not None) for output in outputs]
 
     def counters(self) -> EngineCounters:
         """The engine's totals now."""
@@ -146,9 +147,9 @@ class DecodingEngine:
         )
 
 
-def _decoded(output: RequestOutput) -> Decoded:
+def _decoded(output: RequestOutput, *, has_draft: bool) -> Decoded:
     answer = output.outputs[0]
-    passes = answer.spec_decode_metrics
+    passes = answer.spec_decode_metrics if has_draft else None
     return Decoded(
         token_ids=list(answer.token_ids),
         drafted=list(passes.per_step_drafted) if passes else [],
