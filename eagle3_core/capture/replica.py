@@ -7,7 +7,6 @@ import logging
 import os
 import subprocess
 import sys
-import time
 import uuid
 from collections import deque
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from eagle3_core.config import PROJECT_ROOT, RunConfig
 from eagle3_core.errors import CaptureError, DiskFullError, Eagle3Error
 from eagle3_core.host.process import Supervisor, describe_status
 from eagle3_core.host.process_tree import STEP_VARIABLE, step_variable
+from eagle3_core.host.running_clock import RunningClock
 from eagle3_core.store.files import write_atomic
 
 logger = logging.getLogger(__name__)
@@ -29,8 +29,6 @@ SESSION_MODULE = "eagle3_core.capture.session"
 SPEC_NAME = "session.json"
 TAIL_LINES = 20
 LOAD_REPORT_SECONDS = 15.0
-STILL_SECONDS = 5.0
-"""So long after its last look the step itself has waited or stood still, and not heard its engine."""
 
 EndKind = str
 """`done`: it had nothing left to do. `failed`: another engine would fail alike. `died`: another may not."""
@@ -126,7 +124,8 @@ class _Watch:
         self._replica, self._process, self._job, self._hooks = replica, process, job, hooks
         self._load_seconds = config.capture.load_timeout_minutes * 60
         self._stall_seconds = config.capture.stall_timeout_minutes * 60
-        self._started = self._last_news = self._last_report = self._last_look = time.monotonic()
+        self._clock = RunningClock()
+        self._started = self._last_news = self._last_report = self._clock.now()
         self._loaded = False
         self._failure: dict[str, Any] | None = None
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
@@ -148,11 +147,7 @@ class _Watch:
     def tick(self) -> None:
         """Called at least every half second; ends a session that hangs."""
         self._hooks.check()
-        now = time.monotonic()
-        if now - self._last_look > STILL_SECONDS:
-            self._started += now - self._last_look
-            self._last_news = min(now, self._last_news + now - self._last_look)
-        self._last_look = now
+        now = self._clock.now()
         reason = self._job.paused()
         self._hooks.paused(reason)
         if reason is not None:
@@ -193,7 +188,7 @@ class _Watch:
 
     def _act(self, event: dict[str, Any]) -> None:
         name = event["event"]
-        self._last_news = time.monotonic()
+        self._last_news = self._clock.now()
         if name == "loaded":
             self._loaded = True
             logger.info("%sengine loaded in %.1f s", self._replica.label, self._last_news - self._started)

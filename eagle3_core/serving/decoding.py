@@ -129,12 +129,13 @@ class DecodingEngine:
         from vllm import SamplingParams
 
         sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, detokenize=False)
-        if self._draft_path is not None and not records_passes():
+        has_draft = self._draft_path is not None
+        if has_draft and not records_passes():
             depth = self._config.benchmark.num_speculative_tokens
             return [_watched(answer, depth) for answer in decode_stepwise(self.llm, prompts, sampling)]
         requests: list[Any] = [{"prompt_token_ids": ids} for ids in prompts]
         outputs = self.llm.generate(requests, sampling, use_tqdm=False)
-        return [_decoded(output, has_draft=self._draft_path is not None) for output in outputs]
+        return [_decoded(output, has_draft=has_draft) for output in outputs]
 
     def counters(self) -> EngineCounters:
         """The engine's totals now."""

@@ -29,6 +29,7 @@ from eagle3_core.host.gpus import visible_gpus
 from eagle3_core.host.lines import parse_line
 from eagle3_core.host.process import Supervisor, describe_status
 from eagle3_core.host.process_tree import STEP_VARIABLE, ProcessId, step_variable
+from eagle3_core.host.running_clock import RunningClock
 from eagle3_core.store.files import write_atomic
 from eagle3_core.training.sharing import idle_gpus, num_ranks
 
@@ -195,7 +196,8 @@ class _Group:
         self._ranks: list[_Rank] = []
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         self._is_paused = self._is_stepping = False
-        self._still_seconds = 0.0
+        self._clock = RunningClock()
+        self._last_step = self._clock.now()
 
     def start(self, rank: int, folder: Path, variables: Mapping[str, str]) -> None:
         """Start a rank."""
@@ -222,13 +224,12 @@ class _Group:
 
     def _receive(self, seconds: float) -> _Event | None:
         """The next line or end of a rank, a line passed on; None if none comes in so many seconds."""
-        began = time.monotonic()
         try:
             rank, line = self._events.get(timeout=seconds)
         except queue.Empty:
             return None
         finally:
-            self._still_seconds += min(time.monotonic() - began, 2 * POLL_SECONDS)
+            self._clock.now()
         if line is not None:
             self._pass_on(rank, line)
         return rank, line
@@ -236,7 +237,7 @@ class _Group:
     def _stands_still(self) -> bool:
         """Whether steps have stopped for too long; a pause for want of room has a limit of its own."""
         is_watched = self._is_stepping and not self._is_paused
-        return is_watched and self._still_seconds > self._stall_seconds
+        return is_watched and self._clock.now() - self._last_step > self._stall_seconds
 
     def _pass_on_where(self) -> None:
         """Let all ranks say what they are doing, for the log."""
@@ -296,7 +297,7 @@ class _Group:
             self._progress.pause(event.message if event.is_paused else None)
         self._is_paused = event.is_paused
         self._is_stepping = event.unit == "steps" and event.done != event.total
-        self._still_seconds = 0.0
+        self._last_step = self._clock.now()
         if not event.is_paused:
             self._progress(event.done, event.total, event.unit, event.message, force=True, **event.metrics)
 

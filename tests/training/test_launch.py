@@ -15,7 +15,7 @@ import pytest
 
 from eagle3_core.contracts import ProgressEvent
 from eagle3_core.errors import ConfigError, RankError, TrainingError
-from eagle3_core.host import process
+from eagle3_core.host import process, running_clock
 from eagle3_core.host.process_tree import ProcessId, ProcessTree
 from eagle3_core.step import Progress
 from eagle3_core.target.info import TargetInfo
@@ -184,7 +184,7 @@ def test_time_in_which_a_host_was_suspended_is_not_one_in_which_its_ranks_stood_
         now += next(passed)
         raise queue.Empty
 
-    monkeypatch.setattr(launch, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(running_clock, "time", SimpleNamespace(monotonic=lambda: now))
     group = launch._Group(Progress("train"), stall_seconds=9.0)
     monkeypatch.setattr(group, "_events", SimpleNamespace(get=get))
     group._report(ProgressEvent(step="train", done=1, total=9, unit="steps"))
