@@ -38,7 +38,7 @@ from eagle3_core.target.info import inspect_target
 SIZES = {
     ("capture", "8b"): ("llama-8b", 2048, 96),
     ("capture", "tiny"): ("tiny", 256, 24),
-    ("mla", "8b"): ("deepseek-v3", 1024, 256),
+    ("mla", "8b"): ("deepseek-v3", 1024, 1024),
     ("mla", "tiny"): ("deepseek-v3", 128, 16),
 }
 """Target, tokens of a prompt and prompts of an engine in a round, by part of the table and shape."""

@@ -246,6 +246,7 @@ def _check_target(config: RunConfig) -> str:
             remedy="lower it",
         )
     _check_capture_room(config, longest)
+    _check_heads(config, target)
     return f"{target.architecture}, {target.num_layers} layers, auxiliary ids {ids}, at {path}"
 
 
@@ -257,6 +258,16 @@ def _check_capture_room(config: RunConfig, positions: int | None) -> None:
             f"data.max_length is {config.data.max_length}, and the capture engine needs "
             f"{margin} tokens more, but the target has {positions} positions",
             remedy=f"set data.max_length to at most {positions - margin}",
+        )
+
+
+def _check_heads(config: RunConfig, target: TargetInfo) -> None:
+    """Engines give each GPU an equal number of attention heads, and refuse others after minutes of loading."""
+    size, heads = config.engine.tensor_parallel_size, target.attention.num_heads if target.attention else None
+    if heads is not None and heads % size:
+        raise ConfigError(
+            f"engine.tensor_parallel_size is {size}, but the target has {heads} attention heads",
+            remedy="set it to a divisor of the heads",
         )
 
 

@@ -90,6 +90,16 @@ def test_more_engines_than_the_gpus_hold_are_refused_before_anything_is_made(
     assert message is None or message in checks["devices"].found
 
 
+@pytest.mark.parametrize(("size", "is_ok"), [(2, True), (3, False)])
+def test_attention_heads_that_gpus_cannot_share_are_refused(tmp_path, monkeypatch, size, is_ok):
+    found = EngineInfoResult(python="3", packages={}, device_names=["H200"] * 4, num_threads=8)
+    monkeypatch.setattr("eagle3_core.preflight.run_step", lambda *_, **__: found)
+    config = change(stand_in_config(tmp_path), "engine", device="cuda", tensor_parallel_size=size)
+    target = {check.name: check for check in run_checks(config)[0]}["target"]
+    message = f"engine.tensor_parallel_size is {size}, but the target has 4 attention heads"
+    assert (target.ok, message in target.found) == (is_ok, not is_ok)
+
+
 def test_more_ranks_than_gpus_are_refused_before_anything_is_made(tmp_path, monkeypatch):
     found = EngineInfoResult(python="3", packages={}, device_names=["H200"] * 2, num_threads=8)
     monkeypatch.setattr("eagle3_core.preflight.run_step", lambda *_, **__: found)
