@@ -263,7 +263,8 @@ def _check_capture_room(config: RunConfig, positions: int | None) -> None:
 
 def _check_heads(config: RunConfig, target: TargetInfo) -> None:
     """Engines give each GPU an equal number of attention heads, and refuse others after minutes of loading."""
-    size, heads = config.engine.tensor_parallel_size, target.attention.num_heads if target.attention else None
+    size = config.engine.tensor_parallel_size
+    heads = target.attention.num_heads if target.attention else None
     if heads is not None and heads % size:
         raise ConfigError(
             f"engine.tensor_parallel_size is {size}, but the target has {heads} attention heads",
