@@ -262,7 +262,7 @@ def _check_capture_room(config: RunConfig, positions: int | None) -> None:
 
 
 def _check_heads(config: RunConfig, target: TargetInfo) -> None:
-    """Engines give each GPU an equal number of attention heads, and refuse others after minutes of loading."""
+    """Engines give each GPU as many attention heads, and refuse other numbers after minutes of loading."""
     size = config.engine.tensor_parallel_size
     heads = target.attention.num_heads if target.attention else None
     if heads is not None and heads % size:
