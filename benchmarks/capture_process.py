@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import queue
+import re
 import subprocess
 import sys
 import threading
@@ -21,6 +22,9 @@ from eagle3_core.errors import CaptureError
 
 MEMORY_SECONDS = 0.1
 LOG_LINES = 15
+LOG_CAUSES = 3
+"""Lines that name an error before those: an engine's own process says why before others say that it ended."""
+ERROR = re.compile(r"\b\w*(Error|Exception): ")
 CLOSE_SECONDS = 20.0
 
 
@@ -81,7 +85,7 @@ class Worker:
         """Send a command and wait for its answer.
 
         Raises:
-            CaptureError: the process ended; with the last lines of its log.
+            CaptureError: the process ended; with lines of its log that say why.
         """
         try:
             self._process.stdin.write(command + "\n")
@@ -90,8 +94,10 @@ class Worker:
             pass
         answer = self._answers.get()
         if answer is None:
-            tail = "\n".join(self._log.read_text().splitlines()[-LOG_LINES:])
-            raise CaptureError(f"the {self._mode} engine ended at `{command}`:\n{tail}")
+            lines = self._log.read_text().splitlines()
+            causes = [line for line in lines[:-LOG_LINES] if ERROR.search(line)][:LOG_CAUSES]
+            text = "\n".join([*causes, *lines[-LOG_LINES:]])
+            raise CaptureError(f"the {self._mode} engine ended at `{command}`:\n{text}")
         return answer
 
     def cpu_seconds(self) -> float:
@@ -120,7 +126,7 @@ class Worker:
                 continue
 
     def _read(self) -> None:
-        with self._log.open("w", buffering=1) as log:
+        with self._log.open("a", buffering=1) as log:
             _sort_lines(self._process.stdout, log, self._answers)
         self._answers.put(None)
 
@@ -154,10 +160,11 @@ def close_all(workers: Sequence[Worker], seconds: float = CLOSE_SECONDS) -> None
 
 def _sort_lines(lines: IO[str], log: IO[str], answers: queue.SimpleQueue[dict[str, Any] | None]) -> None:
     for line in lines:
-        if line.startswith(PREFIX):
-            answers.put(json.loads(line.removeprefix(PREFIX)))
-        else:
-            log.write(line)
+        text, separator, answer = line.partition(PREFIX)  # another process may have begun the line
+        if separator:
+            answers.put(json.loads(answer))
+        if text:
+            log.write(text.rstrip("\n") + "\n")
 
 
 def _family(pid: int) -> list[psutil.Process]:

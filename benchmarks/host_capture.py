@@ -79,7 +79,7 @@ def measure(spec: PartSpec) -> None:
     failed: dict[str, str] = {}
     waves = [groups] if spec.device == "cuda" else [[group] for group in groups]
     for wave in waves:
-        failed |= measure_somehow(spec, wave, found, (ForkedWorker, start_alone), LOAD_SHARE * spec.seconds)
+        failed |= measure_wave(spec, wave, found, (ForkedWorker, start_alone), LOAD_SHARE * spec.seconds)
     if failed:
         raise CaptureError("; ".join(f"{title}: {reason}" for title, reason in failed.items()))
 
@@ -149,57 +149,44 @@ def start_alone(spec: Path, mode: str, variables: Mapping[str, str]) -> Process:
     return start_process(spec, mode, os.environ | variables)
 
 
-def measure_somehow(
+def measure_wave(
     spec: PartSpec, wave: Sequence[Group], found: dict[str, Any], starts: Sequence[Start], seconds: float
 ) -> dict[str, str]:
-    """As `measure_wave`, by the first way to start processes by which any group can be measured.
-
-    Args:
-        spec, wave, found: see `measure_wave`.
-        starts: ways to start a process; a GPU's driver may not stand forks.
-        seconds: for loading, over all ways.
-    """
-    began, failed = time.perf_counter(), dict[str, str]()
-    for start in starts:
-        left = seconds - (time.perf_counter() - began)
-        if left < LEAST_SECONDS and failed:
-            break
-        failed = measure_wave(spec, wave, found, start, left)
-        if len(failed) < len(wave):
-            break
-        found["failed"] = failed
-        tell("no group of engines could be measured")
-    return failed
-
-
-def measure_wave(
-    spec: PartSpec, wave: Sequence[Group], found: dict[str, Any], start: Start, seconds: float
-) -> dict[str, str]:
     """Load groups at once, then measure one after the other, and end their processes.
+
+    A group that does not load is tried again by the next way to start processes: a GPU's driver may not stand
+    forks, and engines that start at once can get into each other's way.
 
     Args:
         spec: of the part.
         wave: the groups.
-        found: gets what is measured; it is saved whenever something is known.
-        start: starts a process.
-        seconds: for loading.
+        found: gets what is measured, and why groups did not load; saved whenever something is known.
+        starts: ways to start a process.
+        seconds: for loading, over all ways.
 
     Returns:
         Why groups failed, by title.
     """
     began = time.perf_counter()
-    running = [Engines(group, Path(spec.folder) / group.part / group.name, spec.devices) for group in wave]
+    loaded: dict[Engines, dict[str, Any]] = {}
+    failed: dict[str, str] = {}
     try:
-        try:
-            for engines in running:
-                engines.start(start)
-        except (OSError, EOFError) as error:  # the process that forks others has ended
-            return {group.title: f"not started ({type(error).__name__}: {error})" for group in wave}
-        found["seconds"].setdefault("until_started", time.perf_counter() - began)
-        loaded, failed = load_all(running, seconds - (time.perf_counter() - began))
-        for engines in running:
-            group = engines.group
-            found[group.part][group.name] = loaded.get(engines, {"failed": failed.get(group.title)})
+        for start in starts:
+            has = {engines.group.title for engines in loaded}
+            waiting = [group for group in wave if group.title not in has]
+            left = seconds - (time.perf_counter() - began)
+            if not waiting or (failed and left < LEAST_SECONDS):
+                break
+            now_loaded, failed = start_groups(spec, waiting, start, left)
+            loaded |= now_loaded
+            if failed:
+                found["failed"] = found.get("failed", {}) | failed
+        found["seconds"].setdefault("until_loaded", time.perf_counter() - began)
+        order = {group.title: place for place, group in enumerate(wave)}
+        loaded = dict(sorted(loaded.items(), key=lambda one: order[one[0].group.title]))
+        facts_of = {engines.group.title: facts for engines, facts in loaded.items()}
+        for group in wave:
+            found[group.part][group.name] = facts_of.get(group.title, {"failed": failed.get(group.title)})
         spec.save(found)
         tell(f"{len(loaded)} of {len(wave)} groups of engines are ready")
         if not loaded:
@@ -212,7 +199,22 @@ def measure_wave(
                 failed[engines.group.title] = facts["failed"] = str(error)
         return failed
     finally:
+        _close(list(loaded))
+
+
+def start_groups(
+    spec: PartSpec, groups: Sequence[Group], start: Start, seconds: float
+) -> tuple[dict[Engines, dict[str, Any]], dict[str, str]]:
+    """Start the processes of groups and load them; see `load_all`."""
+    began = time.perf_counter()
+    running = [Engines(group, Path(spec.folder) / group.part / group.name, spec.devices) for group in groups]
+    try:
+        for engines in running:
+            engines.start(start)
+    except (OSError, EOFError) as error:  # the process that forks others has ended
         _close(running)
+        return {}, {group.title: f"not started ({type(error).__name__}: {error})" for group in groups}
+    return load_all(running, seconds - (time.perf_counter() - began))
 
 
 def load_all(

@@ -1,5 +1,7 @@
 """Stands for an engine's process: answers at once, but fails or never answers where its files say so.
 
+Its answers stand behind what an engine's own process has begun to write into the same line.
+
 `odd_worker SPEC MODE`: SPEC lies in a folder below that of the target, whose part and way say how it goes.
 """
 
@@ -32,7 +34,7 @@ def main(spec: str, mode: str) -> None:
         else:
             answer = {"event": "done", "began": 5.0, "seconds": 1.0, "tokens": 100}
             answer |= {"stored_bytes": 10, "last_token_seconds": 0.9}
-        print(f"{PREFIX}{json.dumps(answer)}", flush=True)
+        print(f"(EngineCore pid=7) {PREFIX}{json.dumps(answer)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from benchmarks import host_capture, host_engines
-from benchmarks.host_capture import find_targets, measure_somehow, measure_wave, plan_groups
+from benchmarks.host_capture import find_targets, measure_wave, plan_groups
 from benchmarks.host_engines import Engines
 from benchmarks.host_parts import PartSpec
 from benchmarks.host_signals import give
@@ -60,7 +60,7 @@ def test_engines_that_fail_or_hang_do_not_keep_others_from_being_measured(
     groups = plan_groups(spec, find_targets(spec, tmp_path), MUCH)
     found: dict[str, Any] = {"seconds": {}, "capture": {}, "mla": {}}
     give("early-stages-over", spec.common_folder)
-    failed = measure_wave(spec, groups, found, start_odd_worker, LIMIT)
+    failed = measure_wave(spec, groups, found, (start_odd_worker,), LIMIT)
     assert failed.keys() == {"capture, tensor parallel", "mla, replicas", "mla, tensor parallel"}
     assert "the engine is dead" in failed["capture, tensor parallel"]
     assert "no memory is left on the GPU" in failed["mla, replicas"]
@@ -85,12 +85,16 @@ def test_figures_taken_beside_other_work_say_so(tmp_path: Path, monkeypatch: pyt
     spec = spec_for(tmp_path / "part", 1)
     groups = plan_groups(spec, find_targets(spec, tmp_path), MUCH)[:1]
     found: dict[str, Any] = {"seconds": {}, "capture": {}}
-    assert measure_wave(spec, groups, found, start_odd_worker, LIMIT) == {}
+    assert measure_wave(spec, groups, found, (start_odd_worker,), LIMIT) == {}
     assert not found["is_quiet"]
 
 
 def start_that_fails(spec: Path, mode: str, variables: Mapping[str, str]) -> Any:
     return start_odd_worker(Path("/mla") / spec.relative_to("/"), mode, variables)
+
+
+def start_that_heals(spec: Path, mode: str, variables: Mapping[str, str]) -> Any:
+    return start_odd_worker(Path(str(spec).replace("/mla/", "/healed/")), mode, variables)
 
 
 def start_without_a_server(*_: Any) -> Any:
@@ -102,13 +106,31 @@ def test_engines_that_cannot_be_forked_are_started_alone(tmp_path: Path):
     give("early-stages-over", spec.common_folder)
     groups = plan_groups(spec, find_targets(spec, tmp_path), MUCH)[:1]
     found: dict[str, Any] = {"seconds": {}, "capture": {}}
-    assert measure_somehow(spec, groups, found, (start_that_fails, start_odd_worker), LIMIT) == {}
+    assert measure_wave(spec, groups, found, (start_that_fails, start_odd_worker), LIMIT) == {}
     assert "no memory is left on the GPU" in found["failed"]["capture, replicas"]
     assert found["capture"]["replicas"]["tokens_per_second"]["plain"] == {"1": 100.0}
-    again = measure_somehow(spec, groups, found, (start_that_fails, start_odd_worker), 20.0)
+    again = measure_wave(spec, groups, found, (start_that_fails, start_odd_worker), 20.0)
     assert again.keys() == {"capture, replicas"}
-    assert measure_somehow(spec, groups, found, (start_without_a_server, start_odd_worker), LIMIT) == {}
+    assert measure_wave(spec, groups, found, (start_without_a_server, start_odd_worker), LIMIT) == {}
     assert found["failed"] == {"capture, replicas": "not started (EOFError: nobody forks here)"}
+
+
+def test_engines_that_did_not_load_beside_others_are_tried_again_alone(tmp_path: Path):
+    spec = spec_for(tmp_path / "part", 1)
+    give("early-stages-over", spec.common_folder)
+    groups = plan_groups(spec, find_targets(spec, tmp_path), MUCH)
+    found: dict[str, Any] = {"seconds": {}, "capture": {}, "mla": {}}
+    again = []
+
+    def start(*arguments: Any) -> Any:
+        again.append(arguments)
+        return start_that_heals(*arguments)
+
+    assert measure_wave(spec, groups, found, (start_odd_worker, start), LIMIT) == {}
+    assert found["failed"].keys() == {"mla, replicas"}
+    assert len(again) == 2, "the engines of one group, one for each mode"
+    for part in ("capture", "mla"):
+        assert found[part]["replicas"]["tokens_per_second"]["capture"] == {"1": 100.0}
 
 
 def test_rounds_are_as_long_as_the_free_space_allows(tmp_path: Path):
