@@ -79,6 +79,7 @@ class EnginePool:
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._fruitless = 0
+        self._loaded_again: set[int] = set()
         self._has_computed = False
         self._convicted: list[str] = []
         self._error: BaseException | None = None
@@ -136,6 +137,9 @@ class EnginePool:
 
     def _judge(self, replica: Replica, session: _Session, end: SessionEnd) -> None:
         """Give back what a session leaves unfinished, and decide whether to go on."""
+        if end.kind == "failed" and self._may_load_again(replica, end):
+            logger.warning("%s%s; it is loaded once more", replica.label, end.reason)
+            return
         if end.kind == "failed":
             raise end.error or CaptureError(end.reason)
         unfinished = [index for index, is_done in session.shards.items() if not is_done]
@@ -164,6 +168,14 @@ class EnginePool:
                     remedy="the log says why; lower capture.max_batched_tokens or engine.max_num_seqs if "
                     "memory ran out",
                 ) from end.error
+
+    def _may_load_again(self, replica: Replica, end: SessionEnd) -> bool:
+        """Once for each: engines that load at once can get into each other's way, as with a port."""
+        is_load = not end.was_loaded and not isinstance(end.error, DiskFullError)
+        if not is_load or len(self._threads) < 2 or replica.index in self._loaded_again:
+            return False
+        self._loaded_again.add(replica.index)
+        return True
 
     def _quarantine(self, job: CaptureJob, end: SessionEnd) -> bool:
         """Quarantine a sample that killed an engine again, alone; returns whether there was one.

@@ -44,6 +44,7 @@ class SessionEnd:
     in_flight: list[str] = field(default_factory=list)
     has_computed: bool = False
     was_paused: bool = False
+    was_loaded: bool = False
 
 
 @dataclass(frozen=True)
@@ -184,7 +185,9 @@ class _Watch:
         journal = self._job.journal
         was_paused = self._job.paused() is not None
         in_flight = journal.in_flight() if kind == "died" and not was_paused else []
-        return SessionEnd(kind, reason, error, in_flight, journal.has_finished_any(), was_paused)
+        return SessionEnd(
+            kind, reason, error, in_flight, journal.has_finished_any(), was_paused, self._loaded
+        )
 
     def _act(self, event: dict[str, Any]) -> None:
         name = event["event"]

@@ -106,12 +106,22 @@ def check_acceptance(result: BenchmarkResult, config: RunConfig) -> None:
     that the draft changed is an error in any case.
 
     Raises:
-        BenchmarkError: the output with the draft differs, or the acceptance length is below
-            `benchmark.min_acceptance_length`.
+        BenchmarkError: the output with the draft differs, no drafted token was accepted, or the acceptance
+            length is below `benchmark.min_acceptance_length`.
     """
     _check_lossless(result, config)
     figures, limit = result.acceptance, config.benchmark.min_acceptance_length
-    if figures.acceptance_length < limit:
+    if figures.acceptance_length <= 1:
+        _fail_or_warn(
+            config,
+            BenchmarkError(
+                f"the target accepted no drafted token in {figures.num_passes} passes",
+                expected="a draft that makes serving faster",
+                remedy="compare with the acceptance length on held-out samples in the training's log: where "
+                "that is above 1, trainer and engine differ; otherwise train longer",
+            ),
+        )
+    elif figures.acceptance_length < limit:
         conditions = f"K={figures.num_speculative_tokens} on {figures.num_samples} prompts"
         measured = f"the acceptance length is {figures.acceptance_length:.3f} with {conditions}"
         _fail_or_warn(

@@ -8,6 +8,7 @@ What it does comes from the environment:
     FAULT_ONCE     path: the process kills itself once, at the sample whose key the file holds
     FAULT_STALLS   path: the same, but the process hangs instead
     FAULT_LOAD     `dies`, `hangs` or `complains` at length: what happens before the engine is loaded
+    FAULT_PORT     path: the first engine that finds this file removes it, and cannot be loaded
     FAULT_HOLDS    path: every sample but the first two is held up until there is such a file
     FAULT_SECONDS  slows every sample down
 """
@@ -106,6 +107,11 @@ def _load() -> None:
         time.sleep(600)
     if os.environ.get("FAULT_LOAD") == "complains":
         raise CaptureError(f"the engine takes none of\n{'ü' * 20000}")
+    try:
+        os.unlink(os.environ.get("FAULT_PORT", "/nonexistent"))
+    except FileNotFoundError:
+        return
+    raise CaptureError("the port is taken")
 
 
 if __name__ == "__main__":

@@ -193,6 +193,29 @@ def test_two_engines_share_one_queue_and_each_shard_is_made_once(
     assert [entry.facts["attempts"] for entry in entries(spec)] == [1] * 5
 
 
+@pytest.mark.parametrize(("replicas", "can_go_on"), [(2, True), (1, False)])
+def test_an_engine_that_could_not_be_loaded_beside_others_is_loaded_once_more(
+    tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch, replicas: int, can_go_on: bool
+) -> None:
+    (tmp_path / "port").touch()
+    monkeypatch.setenv("FAULT_PORT", str(tmp_path / "port"))
+    spec = spec_of(tmp_path, target, replicas=replicas)
+    if can_go_on:
+        assert extract.run(spec, PROGRESS).num_new_shards == 5
+    else:
+        with pytest.raises(CaptureError, match="the port is taken"):
+            extract.run(spec, PROGRESS)
+
+
+def test_engines_that_can_never_be_loaded_end_the_stage(
+    tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("FAULT_LOAD", "complains")
+    with pytest.raises(CaptureError, match="the engine takes none of"):
+        extract.run(spec_of(tmp_path, target, replicas=2), PROGRESS)
+    assert 1 <= caplog.text.count("it is loaded once more") <= 2
+
+
 def start_step(spec: StepSpec, root: Path, name: str, **faults: str) -> subprocess.Popen[bytes]:
     (root / f"{name}.json").write_text(spec.model_dump_json())
     code = (

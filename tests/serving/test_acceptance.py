@@ -76,6 +76,17 @@ def test_an_acceptance_length_at_the_limit_passes() -> None:
     check_acceptance(_result(acceptance_length=1.4), _config())
 
 
+def test_a_draft_of_which_nothing_is_accepted_fails(caplog: pytest.LogCaptureFixture) -> None:
+    nothing = acceptance_figures([text_passes([3] * 10, [0] * 10, num_tokens=11)] * 20, 3)
+    result = _result().model_copy(update={"acceptance": nothing})
+
+    with pytest.raises(BenchmarkError, match="accepted no drafted token in 200 passes"):
+        check_acceptance(result, _config(benchmark={}))
+    with caplog.at_level(logging.WARNING):
+        check_acceptance(result, _config(benchmark={}, limit=10))
+    assert "accepted no drafted token" in caplog.text
+
+
 def test_a_rehearsal_only_warns_of_a_low_acceptance_length(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         check_acceptance(_result(acceptance_length=1.2), _config(limit=10))
