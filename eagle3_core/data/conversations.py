@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -27,6 +28,10 @@ ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assi
 """Roles that a row may use, and what they mean."""
 ROW_FIELDS = {"id", "kind", "split", "messages"}
 TOOL_FIELDS = ("tools", "functions", "tool_calls", "function_call")
+HALF_PAIR = re.compile("[\ud800-\udfff]")
+"""JSON can name half a surrogate pair, as `"\\ud83d"`; UTF-8 cannot hold it, so no file of a run could."""
+NUM_SHOWN = 20
+"""Letters shown before and after one that cannot be used."""
 MIN_HELDOUT = 2
 """Held-out prompts that a limit keeps, if there are so many."""
 
@@ -200,7 +205,8 @@ class _RowReader:
         if not isinstance(identifier, str | int | None):
             raise _BadRowError(f"id is {identifier!r}; expected a text or a number")
         if "messages" not in row:
-            raise _BadRowError(f"no messages, only {', '.join(sorted(row)) or 'an empty object'}")
+            fields = ", ".join(map(repr, sorted(row)))
+            raise _BadRowError(f"no messages, only {fields or 'an empty object'}")
         system, turns = self._turns(row["messages"])
         self._ignored.update(row.keys() - ROW_FIELDS)
         content = {"system": system, "turns": list(turns)}
@@ -220,8 +226,6 @@ class _RowReader:
             text = message.get("content")
             if not isinstance(text, str) or not text.strip():
                 raise _BadRowError(f"message {position + 1} ({role}) has no text")
-            if any("\ud800" <= letter <= "\udfff" for letter in text):
-                raise _BadRowError(f"message {position + 1} ({role}) holds half a surrogate pair")
             if role == "user":
                 turns.append(text)
             elif position:
@@ -258,8 +262,23 @@ def _parse(line: str) -> dict[str, Any]:
         raise _BadRowError(f"not JSON ({error})") from None
     if not isinstance(row, dict):
         raise _BadRowError(f"not a JSON object but {type(row).__name__}")
+    _refuse_half_pairs(row)
     _refuse_tools(row)
     return row
+
+
+def _refuse_half_pairs(row: dict[str, Any]) -> None:
+    """Look at every key and text of a row, however deep."""
+    parts: list[Any] = [row]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, dict):
+            parts += [*part.values(), *part]
+        elif isinstance(part, list):
+            parts += part
+        elif isinstance(part, str) and (half := HALF_PAIR.search(part)):
+            shown = part[max(0, half.start() - NUM_SHOWN) : half.end() + NUM_SHOWN]
+            raise _BadRowError(f"half a surrogate pair in {shown!r}")
 
 
 def _refuse_tools(fields: dict[str, Any]) -> None:

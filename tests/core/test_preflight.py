@@ -146,7 +146,7 @@ def test_prompts_are_counted_and_a_row_that_cannot_be_used_is_named(tmp_path):
         ("", "it is empty; expected JSONL rows like"),
         (
             '{"conversations": [{"from": "human", "value": "Hi"}]}\n',
-            "1 of 1 rows rejected (the first, prompts.jsonl:1: no messages, only conversations)",
+            "1 of 1 rows rejected (the first, prompts.jsonl:1: no messages, only 'conversations')",
         ),
     ],
 )

@@ -60,13 +60,12 @@ def test_answers_in_a_row_are_replaced_even_before_the_first_user_turn(tmp_path:
     [
         ("{not json", "not JSON"),
         ("[1]", "not a JSON object but list"),
-        ({"kind": "code"}, "no messages, only kind"),
+        ({"kind": "code", "a\nb": 1}, r"no messages, only 'a\nb', 'kind'"),
         ({"messages": ["hi"]}, "messages is not a list"),
         ({"messages": []}, "no user turn"),
         ({"messages": [{"role": "assistant", "content": "hi"}]}, "no user turn"),
         ({"messages": [{"role": "user", "content": None}]}, "message 1 (user) has no text"),
         (_user("  "), "message 1 (user) has no text"),
-        ('{"messages": [{"role": "user", "content": "a\\ud800"}]}', "half a surrogate pair"),
         (
             {"messages": [*_user("hi")["messages"], {"role": "system", "content": "x"}]},
             "message 2 is a system",
@@ -100,6 +99,34 @@ def test_a_row_that_cannot_be_used_is_rejected_with_place_and_reason(
     assert rejection.key == "rows.jsonl:2"
     assert reason in rejection.reason
     assert found.num_read == 3 == len(found.prompts) + len(found.rejected)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        _user("a\ud800"),
+        _user("hi", id="\ud83d"),
+        _user("hi", kind="a\udfff"),
+        _user("hi", split="\ud800"),
+        _user("hi", unused={"deep": [{"\udc00": 1}]}),
+        {"\ud800": 1},
+        {"messages": [{"role": "\ud800", "content": "hi"}]},
+        {"messages": [*_user("hi")["messages"], {"role": "assistant", "content": "\ude00\ud83d"}]},
+    ],
+)
+def test_half_a_surrogate_pair_anywhere_is_a_rejection_that_can_be_written(
+    tmp_path: Path, row: dict[str, Any]
+) -> None:
+    found = _read(tmp_path, [_user("first"), row, _user("\U0001f600")])
+    assert [prompt.turns for prompt in found.prompts] == [("first",), ("\U0001f600",)]
+    (rejection,) = found.rejected
+    assert rejection.reason.startswith("half a surrogate pair in ")
+    assert "\\ud" in rejection.model_dump_json()
+
+
+def test_a_reason_shows_half_a_surrogate_pair_with_the_text_around_it(tmp_path: Path) -> None:
+    (rejection,) = _read(tmp_path, [_user("x" * 30 + "\ud800" + "y" * 30)]).rejected
+    assert rejection.reason == f"half a surrogate pair in '{'x' * 20}\\ud800{'y' * 20}'"
 
 
 def test_unused_fields_and_unknown_roles_are_one_warning_each(

@@ -175,13 +175,13 @@ def test_answers_of_a_killed_run_are_kept(workspace: _Workspace, monkeypatch: py
 
 
 def test_bad_rows_are_in_the_ledger_and_beyond_the_limit_an_error(workspace: _Workspace) -> None:
-    workspace.add_rows(*BAD_ROWS)
+    workspace.add_rows(*BAD_ROWS, {"id": "\ud83d", "messages": [{"role": "user", "content": "x"}]})
     result = workspace.run(workspace.spec())
-    assert result.num_read == NUM_PROMPTS + 2 == result.num_kept + len(result.rejected)
-    places = {f"prompts.jsonl:{NUM_PROMPTS + 1}", f"prompts.jsonl:{NUM_PROMPTS + 2}"}
+    assert result.num_read == NUM_PROMPTS + 3 == result.num_kept + len(result.rejected)
+    places = {f"prompts.jsonl:{NUM_PROMPTS + number}" for number in (1, 2, 3)}
     assert places <= {rejection.key for rejection in result.rejected}
     strict = workspace.spec(data={"max_rejected_fraction": 0.01})
-    with pytest.raises(DataError, match=r"of 18 conversations were rejected \(.*no user turn"):
+    with pytest.raises(DataError, match=r"of 19 conversations were rejected \(.*no user turn"):
         workspace.run(strict)
     assert workspace.num_loads == 1
 
