@@ -115,14 +115,14 @@ class ChatTemplate:
         return self.tokenizer.decode(content, clean_up_tokenization_spaces=False)
 
     def _render(self, messages: Messages, *, add_generation_prompt: bool) -> str:
-        from jinja2 import TemplateError
-
         try:
             return self.tokenizer.apply_chat_template(
                 messages, add_generation_prompt=add_generation_prompt, tokenize=False
             )
-        except (TemplateError, TypeError, ValueError) as error:
-            raise DataError(f"the chat template of {self.name} refuses the conversation: {error}") from error
+        except Exception as error:  # a template is a program: what it raises is of this conversation alone
+            raise DataError(
+                f"the chat template of {self.name} refuses the conversation: {type(error).__name__}: {error}"
+            ) from error
 
     def _tagged_starts(self, messages: Messages, text: str, add_generation_prompt: bool) -> list[int] | None:
         """Where the template's generation tags open, or None if it has none."""

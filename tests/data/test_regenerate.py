@@ -150,7 +150,7 @@ def test_a_conversation_that_the_template_refuses_is_rejected_alone(
     made = _regenerate(prompts, refusing, config, lambda: engine, tmp_path / "log")
     assert list(made.answers) == ["good"]
     assert [(r.key, r.reason) for r in made.rejected] == [
-        ("bad", "the chat template of strict refuses the conversation: no")
+        ("bad", "the chat template of strict refuses the conversation: TemplateError: no")
     ]
 
 

@@ -127,8 +127,30 @@ def test_an_answer_that_cannot_be_found_is_an_error_that_names_the_template() ->
 
 
 def test_a_template_that_refuses_the_roles_is_an_error_with_its_words() -> None:
-    with pytest.raises(DataError, match="refuses the conversation: roles must alternate"):
+    with pytest.raises(DataError, match="refuses the conversation: TemplateError: roles must alternate"):
         _chat(CHATML_STRICT).render([HI_OK[1], HI_OK[0]])
+
+
+@pytest.mark.parametrize(
+    ("expression", "error"),
+    [
+        ("'%(x)s' % {}", "KeyError: 'x'"),
+        ("'{}'.format()", "IndexError: "),
+        ("1 // 0", "ZeroDivisionError: "),
+        ("2.0 ** 9999", "OverflowError: "),
+        ("1 + 'x'", "TypeError: "),
+        ("''.index('x')", "ValueError: substring not found"),
+        ("x.y", "UndefinedError: 'x' is undefined"),
+    ],
+)
+def test_whatever_a_template_raises_is_a_refusal_with_its_class(expression: str, error: str) -> None:
+    chat = _chat("{% if messages[0]['content'] == 'bad' %}{{ " + expression + " }}{% endif %}" + CHATML)
+    assert chat.prompt_ids(HI_OK)
+    bad = [{"role": "user", "content": "bad"}]
+    with pytest.raises(DataError, match=f"refuses the conversation: {error}"):
+        chat.prompt_ids(bad)
+    with pytest.raises(DataError, match=f"refuses the conversation: {error}"):
+        chat.render([*bad, HI_OK[1]])
 
 
 def test_borders_without_offsets_are_those_with_offsets() -> None:
