@@ -42,6 +42,11 @@ EMPTY_REASONING = CHATML.replace(
 )
 SHOUTING = CHATML.replace("message['content'] +", "message['content'].upper() +")
 DEFAULT_SYSTEM = "{% if messages[0]['role'] != 'system' %}{{ 'You are kind.' }}{% endif %}" + CHATML
+UNSPECIAL = (
+    "{% for message in messages %}{{ ' th' if message['role'] == 'assistant' else '?' }}"
+    "{{ message['content'] + 'e' }}{% endfor %}{% if add_generation_prompt %}{{ ' th' }}{% endif %}"
+)
+"""Ends turns with a plain letter, which the tokenizer joins with those before it: " th" + "e" is one."""
 MULTI_BLOCK = CHATML_GENERATION.replace(
     "{% generation %}", "{% generation %}{{ '' }}{% endgeneration %}{% generation %}"
 )
@@ -124,6 +129,21 @@ def test_an_answer_that_cannot_be_found_is_an_error_that_names_the_template() ->
     with pytest.raises(DataError, match=r"template of tiny renders: .*'ok'.*'OK<\|im_end\|>") as caught:
         _chat(SHOUTING).render(HI_OK)
     assert "generation" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [["1 th"], ["", "1"]],
+    ids=["the last token is not the end of turn alone", "no token lies wholly inside"],
+)
+def test_an_answer_whose_end_of_turn_is_no_token_of_its_own_is_an_error(answers: list[str]) -> None:
+    tokenizer = tiny_tokenizer(500, UNSPECIAL)
+    (end,) = tokenizer("e", add_special_tokens=False)["input_ids"]
+    chat = ChatTemplate(tokenizer, [end], "tiny")
+    assert _masked(chat, chat.render(HI_OK)) == "oke"
+    messages = [m for text in answers for m in (HI_OK[0], {"role": "assistant", "content": text})]
+    with pytest.raises(DataError, match="the tokens of an answer do not end with an end-of-turn token"):
+        chat.render(messages)
 
 
 def test_a_template_that_refuses_the_roles_is_an_error_with_its_words() -> None:
