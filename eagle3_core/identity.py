@@ -20,7 +20,7 @@ from eagle3_core.target.locate import verifier_name
 STEP_VERSION: dict[ArtifactKind, int] = {
     "target": 1,
     "conversations": 2,
-    "dataset": 1,
+    "dataset": 2,
     "vocabulary": 1,
     "capture": 2,
     "verification": 3,

@@ -132,9 +132,12 @@ def tokens_and_mask(
     """Ids [S] int32, mask [S] uint8, prompt length, and the number of earlier answers left unmasked.
 
     Raises:
-        DataError: an earlier answer cannot be found in the prompt, or the tokenizer makes another prompt
-            than the engine was given.
+        DataError: an answer has no text or white space alone, an earlier one cannot be found in the prompt,
+            or the tokenizer makes another prompt than the engine was given.
     """
+    for turn, answer in enumerate(conversation.answers, start=1):
+        if not answer.text.strip():
+            raise DataError(f"empty answer: the target wrote no text in turn {turn}, or white space alone")
     *earlier, last = conversation.answers
     ids = np.array(last.prompt_ids + last.token_ids, np.int32)
     mask = np.zeros(len(ids), np.uint8)

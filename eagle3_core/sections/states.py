@@ -61,7 +61,10 @@ class DataConfig(Section):
     generation: GenerationConfig = Field(default=GenerationConfig(), description="The target's own answers.")
     max_length: int = Field(default=2048, ge=16, description="Longest sample in tokens; the rest is cut.")
     min_trainable_tokens: int = Field(
-        default=2, ge=1, description="Samples with fewer answer tokens are rejected."
+        default=2,
+        ge=1,
+        description="Samples with fewer answer tokens are rejected. One with an answer that is empty or "
+        "white space alone is rejected whatever this says.",
     )
     max_rejected_fraction: Fraction = Field(
         default=0.5, description="More rejected samples than this share end the stage."

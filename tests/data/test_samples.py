@@ -92,6 +92,28 @@ def test_answers_with_too_little_to_learn_from_are_rejected(chat: ChatTemplate) 
     assert made.rejected[0].reason.startswith("too few trainable tokens: 1 of")
 
 
+@pytest.mark.parametrize("text", ["", " ", "\n\n", "   \n ", "\u3000"])
+@pytest.mark.parametrize("reason", ["stop", "length"])
+def test_an_answer_of_white_space_alone_is_rejected_in_any_turn(
+    chat: ChatTemplate, text: str, reason: str
+) -> None:
+    tokens = _ids(chat, text) + [END] * (reason == "stop")
+    whole = Answer("k", 0, [10, 11], [*_ids(chat, "ok"), END], "ok", "stop")
+    empty = Answer("k", 0, [10, 11], tokens, chat.decode_answer(tokens), reason)
+    assert empty.text == text
+    rows = [
+        Conversation(_prompt("q", key="only"), [empty]),
+        Conversation(_prompt("q", "r", key="last"), [whole, empty]),
+        _two_turns(chat, tokens, reason),
+    ]
+    made = build_samples(rows, chat, max_length=512, min_trainable_tokens=1)
+    assert made.samples == []
+    assert [(r.key, r.reason) for r in made.rejected] == [
+        (key, f"empty answer: the target wrote no text in turn {turn}, or white space alone")
+        for key, turn in (("only", 1), ("last", 2), ("k", 1))
+    ]
+
+
 def test_an_earlier_answer_is_trained_on_with_its_end_of_turn(chat: ChatTemplate) -> None:
     ids, mask, prompt_length, num_unmasked = tokens_and_mask(
         _two_turns(chat, [*_ids(chat, "The sea."), END], "stop"), chat
@@ -137,7 +159,7 @@ def test_the_dataset_of_a_fixed_conversation_changes_only_with_its_step_version(
         (46, 44, 5),
         (5, 3, 2),
     ]
-    assert (STEP_VERSION["dataset"], content_hash(made.samples)) == (1, "ac8c11f10b32c30468937b3a6cf5f012")
+    assert (STEP_VERSION["dataset"], content_hash(made.samples)) == (2, "ac8c11f10b32c30468937b3a6cf5f012")
 
 
 def test_conversations_come_back_as_they_were_written(chat: ChatTemplate, tmp_path: Path) -> None:
