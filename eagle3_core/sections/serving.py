@@ -39,6 +39,6 @@ class BenchmarkConfig(Section):
     min_acceptance_length: float = Field(
         default=1.0,
         ge=1.0,
-        description="A lower measured acceptance length fails the stage, as does 1, with which no drafted token "
-        "was accepted (a rehearsal with `limit` warns).",
+        description="A lower measured acceptance length fails the stage, as does 1: no drafted token was "
+        "accepted (a rehearsal with `limit` warns).",
     )
