@@ -62,13 +62,15 @@ def ids(config: RunConfig, target: TargetInfo = TARGET, engine: str = "vllm 1.0"
     return {plan.kind: plan.ref.id for plan in plans}
 
 
-def changed(document, key, value, **options):
+def with_value(document, key, value):
+    """The document with one field, whose key is dotted, set."""
+    first, _, rest = key.partition(".")
+    return document | {first: with_value(document.get(first, {}), rest, value) if rest else value}
+
+
+def changed(document, key, value):
     """Kinds whose id changes with one field."""
-    before = ids(parse_config(document))
-    section, _, field = key.rpartition(".")
-    inner = dict(document.get(section, {})) if section else {}
-    new = document | ({section: inner | {field: value}} if section else {field: value})
-    after = ids(parse_config(new), **options)
+    before, after = ids(parse_config(document)), ids(parse_config(with_value(document, key, value)))
     return [kind for kind in before if before[kind] != after[kind]]
 
 
@@ -76,9 +78,10 @@ ALL = [
     "conversations", "dataset", "vocabulary", "capture", "verification", "labels", "checkpoint", "export",
     "benchmark",
 ]  # fmt: skip
-
-
 CAPTURED = ["capture", "verification", "labels", "checkpoint", "export", "benchmark"]
+TRAINED = ["checkpoint", "export", "benchmark"]
+ANSWERED = [kind for kind in ALL if kind not in ("capture", "verification")]
+"""What hangs on the answers, which a capture knows by their content alone."""
 
 
 @pytest.mark.parametrize(
@@ -91,11 +94,20 @@ CAPTURED = ["capture", "verification", "labels", "checkpoint", "export", "benchm
         ("train.stall_timeout_minutes", 5.0, []),
         ("train.parallel", "ddp", []),
         ("train.num_ranks", 1, []),
-        ("train.packs_per_step", 2, ["checkpoint", "export", "benchmark"]),
+        ("train.packs_per_step", 2, TRAINED),
         ("engine.max_num_seqs", 7, []),
+        ("engine.max_model_len", 999, ANSWERED),
         ("benchmark.min_acceptance_length", 2.0, []),
-        ("limit", 10, [kind for kind in ALL if kind not in ("capture", "verification")]),
+        ("limit", 10, ANSWERED),
+        ("data.heldout_fraction", 0.3, ANSWERED),
+        ("data.generation.max_tokens", 7, ANSWERED),
+        ("data.generation.temperature", 0.7, ANSWERED),
+        ("data.generation.top_p", 0.5, []),  # greedy decoding reads neither
+        ("data.generation.seed", 7, []),
+        ("data.max_length", 64, [kind for kind in ANSWERED if kind != "conversations"]),
+        ("data.min_trainable_tokens", 9, [kind for kind in ANSWERED if kind != "conversations"]),
         ("target.dtype", "float32", ALL),
+        ("target.revision", "v2", ALL),
         (
             "target.aux_layer_ids",
             [1, 3, 6],
@@ -106,15 +118,26 @@ CAPTURED = ["capture", "verification", "labels", "checkpoint", "export", "benchm
             "all",
             CAPTURED,
         ),
+        ("capture.shard_bytes", 1 << 20, CAPTURED),
         ("verify.samples_per_shard", 3, ["verification"]),
-        ("train.learning_rate", 1e-3, ["checkpoint", "export", "benchmark"]),
+        ("train.learning_rate", 1e-3, TRAINED),
         ("draft.vocab_size", 32, ["vocabulary", "labels", "checkpoint", "export", "benchmark"]),
         ("export.include_embedding", True, ["export", "benchmark"]),
+        ("draft.num_layers", 2, TRAINED),
+        ("benchmark.max_tokens", 9, TRAINED),  # the trainer replays what will be measured
+        ("benchmark.num_prompts", 9, TRAINED),
+        ("benchmark.num_speculative_tokens", 2, TRAINED),
         ("benchmark.concurrency", 2, ["benchmark"]),
     ],
 )
 def test_a_field_changes_the_ids_that_it_determines_and_no_other(document, key, value, kinds):
     assert changed(document, key, value) == kinds
+
+
+@pytest.mark.parametrize(("field", "value"), [("temperature", 0.8), ("top_p", 0.5), ("seed", 7)])
+def test_what_sampling_reads_counts_where_answers_are_sampled(document, field, value):
+    sampled = with_value(document, "data.generation.temperature", 0.7)
+    assert changed(sampled, f"data.generation.{field}", value) == ANSWERED
 
 
 def test_the_content_of_prompts_counts_and_not_their_path(document, tmp_path):
@@ -139,10 +162,15 @@ def test_a_target_that_was_moved_gives_an_export_that_names_its_new_place(docume
     assert [kind for kind in ALL if before[kind] != after[kind]] == ["export", "benchmark"]
 
 
-def test_another_engine_version_gives_other_states(document):
-    before = ids(parse_config(document))
-    after = ids(parse_config(document), engine="vllm 1.1")
+def test_another_engine_version_gives_other_answers_states_and_measurements(document):
+    config = parse_config(document)
+    before, after = ids(config), ids(config, engine="vllm 1.1")
+    assert before["conversations"] != after["conversations"]
     assert before["capture"] != after["capture"]
+    measured = [
+        identity.plan_benchmark(config, REF, REF, version).ref for version in ("vllm 1.0", "vllm 1.1")
+    ]
+    assert measured[0] != measured[1]
 
 
 def test_equal_content_gives_the_same_capture_whatever_made_it(document):
@@ -152,6 +180,7 @@ def test_equal_content_gives_the_same_capture_whatever_made_it(document):
     second = identity.plan_capture(config, TARGET, other, "c" * 32, "e")
     assert first.ref == second.ref
     assert second.parents == {"dataset": other}
+    assert identity.plan_capture(config, TARGET, REF, "d" * 32, "e").ref != first.ref
 
 
 def test_a_raised_step_version_gives_a_new_id(document, monkeypatch):

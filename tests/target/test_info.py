@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from eagle3_core.errors import TargetError
+from eagle3_core.target.files import FolderFiles
+from eagle3_core.target.fingerprint import TOKENIZER_FILES, tokenizer_fingerprint
 from eagle3_core.target.info import inspect_target
 
 CONFIG: dict[str, Any] = {
@@ -244,6 +246,23 @@ def test_what_decides_the_tokens_of_a_chat_is_in_the_tokenizers_fingerprint(
         found.add((info.tokenizer_fingerprint, info.fingerprint))
     assert len({tokenizer for tokenizer, _ in found}) == 3
     assert len({weights for _, weights in found}) == 1
+
+
+DECIDING_TOKENS = (
+    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "chat_template.jinja", "chat_template.json", "generation_config.json",
+    "tiktoken.model", "sentencepiece.bpe.model", "spiece.model", "vocab.json", "vocab.txt", "merges.txt",
+)  # fmt: skip
+"""Spelt out again, so that a file that the fingerprint no longer reads is missed."""
+
+
+@pytest.mark.parametrize("name", sorted({*DECIDING_TOKENS, *TOKENIZER_FILES}))
+def test_each_file_of_a_tokenizer_is_in_its_fingerprint(tmp_path: Path, name: str) -> None:
+    found = {tokenizer_fingerprint(FolderFiles(tmp_path))}
+    for content in ("one", "two"):
+        (tmp_path / name).write_text(content)
+        found.add(tokenizer_fingerprint(FolderFiles(tmp_path)))
+    assert len(found) == 3
 
 
 def test_the_targets_own_code_is_in_its_fingerprint(tmp_path: Path) -> None:
