@@ -21,10 +21,12 @@ from tests.capture.damage import (
     change_shard,
     change_tensors,
     condemned_files,
+    greedy_samples,
     in_copied_store,
     put,
 )
-from tests.capture.runs import capture_folder, verify_spec
+from tests.capture.runs import capture_folder, capture_spec, verify_spec
+from tests.tiny import make_tiny_target
 
 pytestmark = pytest.mark.engine
 
@@ -51,6 +53,13 @@ def other_mask(sample: CapturedSample) -> CapturedSample:
     rows = torch.cat([torch.tensor([first]), sample.final_rows])
     states = torch.cat([sample.final_states[:1], sample.final_states])
     return replace(sample, loss_mask=mask, final_rows=rows, final_states=states)
+
+
+def mask_entry_less(sample: CapturedSample) -> CapturedSample:
+    """The last token carries no loss; nothing else is another."""
+    mask = sample.loss_mask.clone()
+    mask[-1] = 0
+    return replace(sample, loss_mask=mask)
 
 
 def other_id(sample: CapturedSample) -> CapturedSample:
@@ -81,6 +90,20 @@ def test_shards_with_other_contents_are_condemned_and_made_anew_by_the_next_extr
     assert {name for name in after if after[name] != before[name]} == set(names)
     assert store.is_intact(ref)
     assert verify.run(verify_spec(spec), PROGRESS).agreement == 1.0
+
+
+def test_another_mask_is_found_where_the_final_states_of_all_rows_are_there(tmp_path: Path) -> None:
+    """Under this policy the rows with final states say nothing of the mask, and the states are right."""
+    target = make_tiny_target(tmp_path / "target")
+    capture = {"shard_bytes": 4096, "final_state": "all"}
+    spec = capture_spec(tmp_path, target, greedy_samples(target, [12, 13, 14]), capture=capture)
+    extract.run(spec, Progress("extract"))
+    assert verify.run(verify_spec(spec), PROGRESS).agreement == 1.0
+    change_shard(spec, 1, mask_entry_less)
+    message = r"shard-00001\.safetensors: sample-001: loss mask differ .* in 1 places, first at 20"
+    with pytest.raises(VerificationError, match=message):
+        verify.run(verify_spec(spec), PROGRESS)
+    assert condemned_files(spec) == ["shard-00001.safetensors"]
 
 
 def test_counts_that_contradict_each_other_behind_a_right_hash_condemn_their_shards(spec: StepSpec) -> None:
