@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -12,10 +13,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from eagle3_core.artifacts import ArtifactPlan
 from eagle3_core.config import PROJECT_ROOT
 from eagle3_core.errors import StoreError, TrainingError
+from eagle3_core.store.files import hash_file
 from eagle3_core.training.checkpoint import ResumeFolder, weights_name
 from tests.kills import num_kills
 from tests.python_path import python_path
@@ -108,6 +111,60 @@ def test_a_resumed_run_still_knows_the_hash_of_the_best_weights(tmp_path: Path) 
     assert ResumeFolder(tmp_path, PLAN).load() is not None
 
 
+def check_files(folder: Path) -> int:
+    """The newest step of the pointer; all its files are right, and whole is also what it does not name.
+
+    A kill may leave whole files of a step that is not named yet or no longer, and temporary ones.
+    """
+    newest = json.loads((folder / "resume.json").read_text())["checkpoints"][0]
+    assert {name: hash_file(folder / name) for name in newest["files"]} == newest["files"]
+    for path in folder.glob("resume-*.pt"):
+        assert path.name == f"resume-{torch.load(path, weights_only=True)['step']:08d}.pt"
+    for path in folder.glob("best-*.safetensors"):
+        assert list(load_file(path)) == ["weight"]
+    return int(newest["step"])
+
+
+KILLED_HALF_WAY = """
+import resource, signal, sys, torch
+from pathlib import Path
+from eagle3_core.training.checkpoint import ResumeFolder, weights_name
+from tests.training.test_checkpoint import LARGE_PLAN
+folder = ResumeFolder(Path(sys.argv[1]), LARGE_PLAN)
+for step in (1, 2, 3):
+    large = {name: 1_000_000 if name == sys.argv[2] and step == 3 else 4 for name in ("best", "resume")}
+    if step == 3:  # from here on the kernel kills who writes more into a file
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]), resource.RLIM_INFINITY))
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+    folder.save_weights(weights_name(step), {"weight": torch.full((large["best"],), float(step))})
+    state = {"step": step, "weight": torch.full((large["resume"],), float(step))}
+    folder.save(state, step, [weights_name(step)])
+"""
+LARGE_PLAN = PLAN.model_copy(update={"identity": {"note": "x" * 200_000}})
+
+
+@pytest.mark.parametrize(
+    ("file", "max_bytes"), [("best", 2_000_000), ("resume", 2_000_000), ("resume.json", 100_000)]
+)
+def test_a_writer_killed_half_way_through_a_file_leaves_the_newest_state_whole(
+    tmp_path: Path, file: str, max_bytes: int
+) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", KILLED_HALF_WAY, str(tmp_path), file, str(max_bytes)],
+        cwd=PROJECT_ROOT,
+        env=os.environ | {"PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"},
+    )
+    assert ended.returncode == -signal.SIGXFSZ
+    (unfinished,) = tmp_path.glob(".tmp-*")
+    assert unfinished.name.startswith(f".tmp-{file}")
+    assert unfinished.stat().st_size == max_bytes
+    assert check_files(tmp_path) == 2
+    state = ResumeFolder(tmp_path, LARGE_PLAN).load()
+    assert state is not None
+    assert state["step"] == 2
+
+
 WRITER = """
 import itertools, sys, torch
 from pathlib import Path
@@ -145,9 +202,11 @@ def test_a_writer_killed_at_any_moment_leaves_a_loadable_newest_state(tmp_path: 
         rest = [int(line) for line in process.stdout.read().split()]
         process.wait()
         last = rest[-1] if rest else last
+        newest = check_files(tmp_path)
         state = ResumeFolder(tmp_path, PLAN).load()
         assert state is not None
-        assert last <= state["step"] <= last + 1
+        assert state["step"] == newest  # none was passed over
+        assert last <= newest <= last + 1
         assert state["step"] > reached
         best = ResumeFolder(tmp_path, PLAN).load_weights(weights_name(state["step"]))
         for weights in (state["parameters"], best):
