@@ -120,22 +120,29 @@ def test_manifests_are_put_after_the_files_they_name(s3: S3, tmp_path: Path) -> 
 
 
 def test_a_local_shard_stays_until_the_bucket_has_it_proven_and_named(s3: S3, tmp_path: Path) -> None:
-    begun, may_go_on = threading.Event(), threading.Event()
+    uploading, may_upload, naming, may_name = (threading.Event() for _ in range(4))
 
     def hold_up(request: Request) -> None:
         if is_shard(request):
-            begun.set()
-            may_go_on.wait(120)
+            uploading.set()
+            may_upload.wait(120)
+        if is_manifest(request) and may_upload.is_set():
+            naming.set()
+            may_name.wait(120)
 
     s3.proxy.rules.append(hold_up)
     store = make_store(s3, tmp_path, timeout_seconds=300)
     with store.writer(PLAN) as writer:
         writer.record(shard(writer.folder, 0, 20_000))
         local = writer.folder / "shard-0.safetensors"
-        assert begun.wait(120)
+        assert uploading.wait(120)
         assert local.exists()
         assert named(store) == []
-        may_go_on.set()
+        may_upload.set()
+        assert naming.wait(120)
+        found = local.exists(), f"{PREFIX}/shard-0.safetensors" in s3.keys(), named(store)  # noqa: SIM118
+        may_name.set()
+        assert found == (True, True, [])
         writer.drain()
         assert not local.exists()
         assert named(store) == ["shard-0.safetensors"]
