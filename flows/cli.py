@@ -96,7 +96,7 @@ def show(
 
 @app.command()
 def runs(workspace: WorkspaceOption = "workspace") -> None:
-    """List the runs of a workspace."""
+    """List the runs of a workspace, and tell Prefect, if its API is configured, of those that were killed."""
     from flows.views import show_runs
 
     show_runs(workspace)

@@ -19,6 +19,7 @@ from eagle3_core.config import PROJECT_ROOT, RunConfig
 from eagle3_core.errors import HostError
 from flows.api import require_api
 from flows.eagle3 import eagle3
+from flows.recovery import settle_killed_runs
 
 WORK_POOL = "eagle3"
 DEFINITIONS = PROJECT_ROOT / "deployments" / "prefect.yaml"
@@ -38,6 +39,7 @@ def deploy_all(config: RunConfig) -> Iterator[str]:
             remedy="start one with `prefect server start` and set PREFECT_API_URL=http://127.0.0.1:4200/api",
         )
     require_api()
+    yield from settle_killed_runs(config.workspace_path)
     with get_client(sync_client=True) as client:
         yield _ensure_work_pool(client)
         flow_id = client.create_flow(eagle3)

@@ -18,7 +18,7 @@ from eagle3_core.report.write import write_report
 from eagle3_core.run_space import release_space
 from eagle3_core.store.open import open_store
 from eagle3_core.store.uses import end_use
-from flows.recovery import settle_crashed_runs
+from flows.recovery import settle_killed_runs
 from tasks.benchmark import benchmark
 from tasks.cleanup import cleanup
 from tasks.export import export
@@ -74,10 +74,11 @@ def recorded_run(config: RunConfig, stages: tuple[Stage, ...]) -> Iterator[RunFo
     orphans = end_orphans()
     if orphans:
         logger.warning("ended %d processes that a killed run had left: %s", len(orphans), orphans)
-    for run_id in settle_crashed_runs(config.workspace_path):
-        logger.warning("the earlier run %s had been killed", run_id)
+    for line in settle_killed_runs(config.workspace_path):
+        logger.warning("%s", line)
     flow_run_id = str(flow_run.id)
-    run = create_run_folder(config, stages, new_run_id(config.name, flow_run_id[:4]), flow_run_id)
+    run_id = new_run_id(config.name, flow_run_id[:4])
+    run = create_run_folder(config, stages, run_id, flow_run_id, flow_run.run_count)
     logger.info("run %s in %s", run.run_id, run.path)
     terminal().run_started(run)
     try:

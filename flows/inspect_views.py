@@ -21,10 +21,12 @@ from eagle3_core.preflight import Check, run_checks
 from eagle3_core.probing import CHECK_NAME, remembered_check
 from eagle3_core.sections import EngineConfig, Section, TargetConfig
 from eagle3_core.target.locate import fetch_spec
+from flows.recovery import settle_before_looking
 
 
 def show_checks(config: RunConfig, as_json: bool) -> int:
-    """Print every check of a profile; returns the exit code."""
+    """Print every check of a profile; returns the exit code. Runs that were killed are told to Prefect."""
+    settle_before_looking(config.workspace_path)
     checks, error = run_checks(config)
     checks.append(Check(name=CHECK_NAME, ok=True, found=remembered_check(config)))
     if as_json:

@@ -20,6 +20,7 @@ from eagle3_core.preflight import check_settings
 from eagle3_core.report.figures import format_bytes
 from eagle3_core.report.summary import RunSummary, summarise
 from eagle3_core.store.open import open_store
+from flows.recovery import settle_before_looking
 
 STATE_STYLE = {
     "completed": "green",
@@ -57,7 +58,8 @@ def show_run(workspace: str, name: str, as_json: bool) -> None:
 
 
 def show_runs(workspace: str) -> None:
-    """Print a line for each run."""
+    """Print a line for each run; those that were killed are told to Prefect first."""
+    settle_before_looking(resolve_path(workspace))
     console = Console()
     folders = list_runs(resolve_path(workspace))
     if not folders:

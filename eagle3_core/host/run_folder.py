@@ -69,6 +69,7 @@ class RunRecord(BaseModel):
     git_commit: str | None = None
     owner: ProcessId | None = Field(default=None, description="The process that runs the flow.")
     flow_run_id: str | None = Field(default=None, description="Prefect's id of the flow run.")
+    flow_run_attempt: int | None = Field(default=None, description="Prefect may run one id several times.")
     stages: tuple[StageRecord, ...]
 
     def stage(self, name: Stage) -> StageRecord | None:
@@ -166,7 +167,11 @@ def new_run_id(name: str, suffix: str | None = None) -> str:
 
 
 def create_run_folder(
-    config: RunConfig, stages: Sequence[Stage], run_id: str, flow_run_id: str | None = None
+    config: RunConfig,
+    stages: Sequence[Stage],
+    run_id: str,
+    flow_run_id: str | None = None,
+    flow_run_attempt: int | None = None,
 ) -> RunFolder:
     """Make the folder of a new run.
 
@@ -181,6 +186,7 @@ def create_run_folder(
         git_commit=git_commit(),
         owner=ProcessId.current(),
         flow_run_id=flow_run_id,
+        flow_run_attempt=flow_run_attempt,
         stages=tuple(StageRecord(stage=stage) for stage in stages),
     )
     try:
@@ -205,6 +211,20 @@ def list_runs(workspace: Path) -> list[RunFolder]:
     """Run folders of a workspace, oldest first; one whose making was interrupted is no run."""
     paths = [path for path in (workspace / "runs").glob("*") if RUN_ID_PATTERN.match(path.name)]
     return [RunFolder(path) for path in sorted(paths, key=_begun) if (path / RECORD_NAME).is_file()]
+
+
+def killed_runs(workspace: Path) -> list[tuple[RunFolder, RunRecord]]:
+    """Runs whose process is gone while their records on disk still say that they run.
+
+    A run folder that cannot be read is left alone.
+    """
+    killed = []
+    for folder in list_runs(workspace):
+        with contextlib.suppress(HostError):
+            record = folder.record()
+            if record.state == "crashed" and record.ended_at is None:
+                killed.append((folder, record))
+    return killed
 
 
 def _begun(path: Path) -> tuple[str, int, str]:
