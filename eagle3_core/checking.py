@@ -23,8 +23,8 @@ from eagle3_core.capture.job import capture_layout
 from eagle3_core.config import RunConfig
 from eagle3_core.contracts import ProgressEvent, StepSpec, VerifyResult
 from eagle3_core.errors import ConfigError, HostError, StepError, StoreError
-from eagle3_core.host.lines import without_secrets
 from eagle3_core.host.process import run_step
+from eagle3_core.host.redaction import without_secrets
 from eagle3_core.host.run_folder import RunFolder
 from eagle3_core.identity import plan_of_imported_capture, plan_verification
 from eagle3_core.planning import RunPlan, plan_run

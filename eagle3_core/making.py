@@ -20,7 +20,7 @@ from eagle3_core.contracts import (
 from eagle3_core.data.ledger import Ledger
 from eagle3_core.errors import FolderInUseError, StoreError, VerificationError
 from eagle3_core.estimate.run import estimate_run
-from eagle3_core.host.lines import without_secrets
+from eagle3_core.host.redaction import without_secrets
 from eagle3_core.notices import resumed_at
 from eagle3_core.planning import STAGE_INPUTS, RunPlan
 from eagle3_core.serving.acceptance import check_acceptance

@@ -17,8 +17,8 @@ from eagle3_core.config import RunConfig, Stage
 from eagle3_core.contracts import ProbeResult, ProbeSpec
 from eagle3_core.errors import Eagle3Error, ProbeError, StepError, TargetError
 from eagle3_core.host.engine_info import EngineVersions, capture_versions
-from eagle3_core.host.lines import without_secrets
 from eagle3_core.host.process import STARTED_MARK
+from eagle3_core.host.redaction import without_secrets
 from eagle3_core.planning import plan_run
 from eagle3_core.target.locate import present_target
 

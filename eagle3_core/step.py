@@ -31,6 +31,7 @@ from eagle3_core.contracts import (
     StepSpec,
 )
 from eagle3_core.errors import EXIT_BUG, EXIT_OK, EXIT_PARENT_GONE, Eagle3Error
+from eagle3_core.host.redaction import Redactor
 from eagle3_core.store.disk import DiskGuard, as_host_error, guarding
 from eagle3_core.store.files import write_atomic
 
@@ -143,17 +144,18 @@ def _leave(path: Path, outcome: StepOutcome) -> StepOutcome:
 
 
 def failure_of(error: Exception) -> StepFailure:
-    """How an error is told to whoever started this process."""
+    """How an error is told to whoever started this process; secrets of its environment are left out."""
+    redact = Redactor(os.environ)
     if isinstance(error, OSError):
         error = as_host_error(error) or error
     known = isinstance(error, Eagle3Error)
     message = str(error) if known else f"{type(error).__name__}: {error}"
     return StepFailure(
         error_type=type(error).__name__,
-        message=" ".join(message.split())[:2000],
-        traceback=traceback.format_exc(),
+        message=" ".join(redact(message).split())[:2000],
+        traceback=redact(traceback.format_exc()),
         is_user_error=known,
-        details=dict(error.details) if isinstance(error, Eagle3Error) else {},
+        details=redact.all_of(error.details) if isinstance(error, Eagle3Error) else {},
     )
 
 

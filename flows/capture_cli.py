@@ -64,7 +64,7 @@ def import_capture(
     """
     from eagle3_core.config import load_profile
     from eagle3_core.contracts import ImportSpec
-    from eagle3_core.host.lines import without_secrets
+    from eagle3_core.host.redaction import without_secrets
     from eagle3_core.target.locate import present_target
 
     config = load_profile(profile, overrides or [])
@@ -100,7 +100,7 @@ def export_capture(
     """Write a capture as a folder that another project reads."""
     from eagle3_core.config import load_profile
     from eagle3_core.contracts import ExportCaptureSpec
-    from eagle3_core.host.lines import without_secrets
+    from eagle3_core.host.redaction import without_secrets
     from eagle3_core.lineage import find_artifact
     from eagle3_core.store.open import open_store
 
@@ -125,7 +125,7 @@ def _check(config: RunConfig, target: Path, result: ImportResult) -> float:
         VerificationError: the states are not the target's.
     """
     from eagle3_core.contracts import StepSpec
-    from eagle3_core.host.lines import without_secrets
+    from eagle3_core.host.redaction import without_secrets
     from eagle3_core.identity import plan_verification
 
     spec = StepSpec(

@@ -16,7 +16,7 @@ from eagle3_core.config import RunConfig
 from eagle3_core.contracts import ProbeResult
 from eagle3_core.errors import ConfigError
 from eagle3_core.host.engine_info import EngineVersions
-from eagle3_core.host.lines import without_secrets
+from eagle3_core.host.redaction import without_secrets
 from eagle3_core.sections import Dtype
 from eagle3_core.store.files import write_atomic
 from eagle3_core.target.info import text_config

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
 from typing import NamedTuple
 
 from pydantic import ValidationError
 
-from eagle3_core.config import RunConfig
 from eagle3_core.contracts import ProgressEvent
 from eagle3_core.step import PROGRESS_PREFIX
 
 MAX_LINE_BYTES = 16384
-SECRET_NAME = re.compile(r"TOKEN(?!IZ)|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_KEY|CREDENTIAL", re.IGNORECASE)
-MIN_SECRET_LENGTH = 8
-MASK = "***"
 LEVELS = {
     "C": logging.CRITICAL,
     "F": logging.CRITICAL,
@@ -72,33 +67,6 @@ def parse_line(line: str) -> Parsed:
     except ValidationError:
         return Parsed(line, None)
     return Parsed(text or None, event)
-
-
-class Redactor:
-    """Replaces the values of secret environment variables in log lines."""
-
-    def __init__(self, environment: Mapping[str, str]) -> None:
-        secrets = {value for name, value in environment.items() if is_secret(name, value)}
-        self._secrets = sorted(secrets, key=len, reverse=True)
-
-    def __call__(self, line: str) -> str:
-        """The line with `***` in place of each secret."""
-        for secret in self._secrets:
-            line = line.replace(secret, MASK)
-        return line
-
-
-def is_secret(name: str, value: str) -> bool:
-    """Whether an environment variable holds something that must not be written down."""
-    return bool(SECRET_NAME.search(name)) and len(value) >= MIN_SECRET_LENGTH and not value.isdigit()
-
-
-def without_secrets(config: RunConfig) -> RunConfig:
-    """The configuration as it may be written to a disk: secrets of `engine.environment` are masked."""
-    shown = {
-        name: MASK if is_secret(name, value) else value for name, value in config.engine.environment.items()
-    }
-    return config.model_copy(update={"engine": config.engine.model_copy(update={"environment": shown})})
 
 
 def guess_level(line: str) -> int:

@@ -26,8 +26,9 @@ from eagle3_core.config import PROJECT_ROOT, resolve_path
 from eagle3_core.contracts import RESULT_TYPES, ProgressEvent, StepName, StepOutcome
 from eagle3_core.errors import HostError, StepError
 from eagle3_core.host.engine_environment import engine_environment
-from eagle3_core.host.lines import LineSplitter, Parsed, Redactor, parse_line
+from eagle3_core.host.lines import LineSplitter, Parsed, parse_line
 from eagle3_core.host.process_tree import STEP_VARIABLE, ProcessTree, step_variable
+from eagle3_core.host.redaction import Redactor
 from eagle3_core.sections import EngineConfig
 from eagle3_core.store.disk import as_host_error
 from eagle3_core.store.files import append, write_atomic

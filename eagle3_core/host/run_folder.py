@@ -25,8 +25,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from eagle3_core.artifacts import ArtifactRef, git_commit
 from eagle3_core.config import RunConfig, Stage
 from eagle3_core.errors import HostError
-from eagle3_core.host.lines import without_secrets
 from eagle3_core.host.process_tree import ProcessId
+from eagle3_core.host.redaction import without_secrets
 from eagle3_core.store.disk import as_host_error
 from eagle3_core.store.files import write_atomic
 

@@ -261,6 +261,23 @@ def test_secrets_of_the_environment_stay_out_of_the_error(tmp_path, monkeypatch)
         run(verify_spec(tmp_path, "user_error"), tmp_path / "logs")
 
 
+@pytest.mark.parametrize(
+    ("kind", "secret", "kept"),
+    [
+        ("bug", "a bug in the stand-in", 'raise RuntimeError(\\"***\\")'),
+        ("user_error", "does not like its data", "the stand-in ***; give it other data"),
+        ("bad_states", "has 1 NaN and 0 Inf", "capture id 4 ***"),
+    ],
+)
+def test_secrets_of_the_environment_stay_out_of_the_result_file(tmp_path, monkeypatch, kind, secret, kept):
+    monkeypatch.setenv("SOME_API_TOKEN", secret)
+    with pytest.raises(StepError):
+        run(verify_spec(tmp_path, kind), tmp_path / "logs")
+    text = (tmp_path / "logs" / "verify.result.json").read_text()
+    assert secret not in text
+    assert kept in text
+
+
 def test_statuses_are_described():
     assert describe_status(3) == "ended with exit code 3"
     assert describe_status(-9) == "was killed by SIGKILL (out of memory?)"
