@@ -86,7 +86,7 @@ def _run_flow(config: RunConfig, stages: list[Stage], server: EmbeddedServer | N
     if server is not None:
         server.wait()
     console = Console(stderr=False)
-    terminal = RichTerminal(console)
+    terminal = RichTerminal(console, has_own_server=server is not None)
     use_terminal(terminal)
     settings: dict[Any, Any] = {PREFECT_API_URL: server.api_url} if server else {}
     try:

@@ -6,6 +6,7 @@ A worker's flow run has no terminal; there every call does nothing, and Prefect'
 from __future__ import annotations
 
 import logging
+import os
 import re
 import time
 
@@ -47,10 +48,16 @@ class Terminal:
 
 
 class RichTerminal(Terminal):
-    """A bar for the running stage, one line for each finished one, warnings as they come."""
+    """A bar for the running stage, one line for each finished one, warnings as they come.
 
-    def __init__(self, console: Console) -> None:
+    Args:
+        console: where.
+        has_own_server: the run's Prefect server is its own, which nobody else knows the address of.
+    """
+
+    def __init__(self, console: Console, has_own_server: bool = False) -> None:
         self._console = console
+        self._has_own_server = has_own_server
         self._progress = Progress(
             SpinnerColumn(),
             TextColumn("{task.description:<10}"),
@@ -67,7 +74,15 @@ class RichTerminal(Terminal):
             self._progress.start()
 
     def run_started(self, run: RunFolder) -> None:
-        self._console.print(f"run {run.run_id}, logs in {run.path}", highlight=False, soft_wrap=True)
+        if self._has_own_server:
+            elsewhere = f"`kill {os.getpid()}` from elsewhere; Prefect's page and command do not reach it"
+        else:
+            elsewhere = f"`prefect flow-run cancel {run.record().flow_run_id}`"
+        for line in (
+            f"run {run.run_id}, logs in {run.path}",
+            f"Ctrl-C cancels it, and so does {elsewhere}",
+        ):
+            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def stage_started(self, stage: Stage) -> None:
         self._last_line = ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -222,12 +223,12 @@ def test_a_failed_run_from_the_command_line_ends_in_one_line(tmp_path, api, eagl
 
 
 def test_a_run_cancelled_through_the_api_ends_its_step_and_starts_nothing_more(tmp_path, client):
-    from prefect.states import Cancelling
-
     process = hanging_run(tmp_path)
     record = find_run(tmp_path / "workspace", "latest").record()
     flow_run_id = UUID(record.flow_run_id)
-    client.set_flow_run_state(flow_run_id, Cancelling())
+    assert record.run_id in process.stdout.readline()
+    command = re.fullmatch(r"Ctrl-C cancels it, and so does `prefect (.+)`\n", process.stdout.readline())
+    subprocess.run([sys.executable, "-m", "prefect", *command[1].split()], check=True, capture_output=True)
     assert process.wait(timeout=RUN_SECONDS) == EXIT_INTERRUPTED
     assert living_steps(process.pid) == []
     assert client.read_flow_run(flow_run_id).state.is_cancelled()
@@ -263,6 +264,7 @@ def test_a_run_starts_its_own_server_where_no_api_is_configured(tmp_path, eagle3
     done = eagle3_command(*arguments, PREFECT_HOME=str(home), PREFECT_API_URL="")
     assert (done.returncode, done.stderr) == (0, "")
     assert "prepare" in done.stdout
+    assert re.search(r"^Ctrl-C cancels it, and so does `kill \d+` from elsewhere;", done.stdout, re.MULTILINE)
     assert (home / "prefect.db").is_file()
 
 
