@@ -22,7 +22,7 @@ from eagle3_core.stage_run import StageOutcome
 
 PLAIN_PROGRESS_SECONDS = 15.0
 OWN_LOGGER = "eagle3_core"
-OWN_PREFIX = re.compile(rf"^([\d-]+ [\d:,]+ [A-Z]|[A-Z]+) {OWN_LOGGER}[\w.]*: ")
+OWN_PREFIX = re.compile(rf"^(\[rank \d+\] )?([\d-]+ [\d:,]+ [A-Z]|[A-Z]+) {OWN_LOGGER}[\w.]*: ")
 
 
 class Terminal:
@@ -100,7 +100,7 @@ class RichTerminal(Terminal):
         """
         is_shown = level >= logging.ERROR or (level >= logging.WARNING and OWN_LOGGER in text)
         if is_shown or is_notice(text):
-            text = OWN_PREFIX.sub("", text)
+            text = OWN_PREFIX.sub(r"\1", text)
             if text == self._last_line:
                 return
             self._last_line = text

@@ -212,7 +212,7 @@ class Trainer:
     def _tell_silent(self, plan: StepPlan) -> None:
         for keys in plan.silent:
             step, names = self.position.step, name_samples(keys)
-            logger.warning("no row of a pack of step %d carries loss; its samples are %s", step, names)
+            self._warn("no row of a pack of step %d carries loss; its samples are %s", step, names)
 
     def _is_taken(self, values: StepValues, plan: StepPlan) -> bool:
         """Whether the step is sound enough to be taken; says so where it is odd.
@@ -235,14 +235,19 @@ class Trainer:
             self._leave_out(f"{found}: {verdict.reason}", plan, loss=values.loss, grad_norm=values.norm)
             return False
         if verdict.reason:
-            logger.warning("%s: %s; its samples are %s", found, verdict.reason, name_samples(plan.keys))
+            self._warn("%s: %s; its samples are %s", found, verdict.reason, name_samples(plan.keys))
         recent.add(values.loss, values.norm, train.spike_window_steps)
         return True
+
+    def _warn(self, text: str, *values: object) -> None:
+        """Say what all ranks find alike; the first one does."""
+        if self.ranks.is_first:
+            logger.warning(text, *values)
 
     def _leave_out(self, reason: str, plan: StepPlan, **values: float) -> None:
         """Name a step that is not taken, in the log and in the metrics."""
         step = self.position.step
-        logger.warning("left out step %d, %s; its samples are %s", step, reason, name_samples(plan.keys))
+        self._warn("left out step %d, %s; its samples are %s", step, reason, name_samples(plan.keys))
         finite = {name: value if abs(value) < float("inf") else None for name, value in values.items()}
         self._record("skipped", reason=reason, samples=list(plan.keys), **finite)
 
@@ -339,7 +344,7 @@ class Trainer:
             return None
         samples, self.position = self.position.samples, Position(**position)
         if self.position.samples not in ("", samples):
-            logger.warning(
+            self._warn(
                 "the training samples are not those of the checkpoint: some may be seen twice in epoch %d, "
                 "or not at all",
                 self.position.epoch + 1,

@@ -1,7 +1,7 @@
 """One rank of a training: `python -m eagle3_core.training.rank SPEC OUTCOME`.
 
 Which rank it is, how many there are and where they meet stands in the environment, as torchrun sets it. The
-first rank prints progress and log lines and leaves the result; of the others, only errors are printed. At
+first rank prints progress and log lines and leaves the result; the others print warnings and errors. At
 SIGUSR1 a rank prints what its threads are doing. It ends itself when its standard input, if that is a pipe,
 closes: whoever started it is gone then.
 """
@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Train as the rank that the environment names; returns the exit code."""
     spec_path, outcome_path = map(Path, arguments if arguments is not None else sys.argv[1:])
     is_first = os.environ.get("RANK", "0") == "0"
-    level = logging.INFO if is_first else logging.ERROR
+    level = logging.INFO if is_first else logging.WARNING
     logging.basicConfig(level=level, format=LOG_FORMAT, stream=sys.stdout, force=True)
     faulthandler.register(signal.SIGUSR1, file=sys.stdout)
     if stat.S_ISFIFO(os.fstat(0).st_mode):

@@ -53,6 +53,7 @@ def test_bytes_that_are_no_text_and_colours_do_no_harm():
     ("line", "level"),
     [
         ("2026-01-01 10:00:00,000 W eagle3_core.x: odd", logging.WARNING),
+        ("[rank 1] 2026-01-01 10:00:00,000 W eagle3_core.x: odd", logging.WARNING),
         ("2026-01-01 10:00:00,000 I eagle3_core.x: E is a letter", logging.INFO),
         ("WARNING 01-01 10:00:00 [vllm.py:1] slow", logging.WARNING),
         ("ERROR: broken", logging.ERROR),

@@ -44,6 +44,12 @@ def test_a_warning_is_shown_without_its_origin_and_once_if_step_and_run_give_it(
     assert text.getvalue().splitlines() == ["benchmark ...", "  too low"]
 
 
+def test_a_warning_of_another_rank_keeps_its_rank(screen):
+    terminal, text = screen
+    terminal.line("train", "[rank 1] 2026-01-02 03:04:05,678 W eagle3_core.training.loader: slow", 30)
+    assert text.getvalue() == "  [rank 1] slow\n"
+
+
 def test_a_notice_of_a_step_is_a_line_at_the_terminal_and_other_lines_stay_in_the_log(screen):
     terminal, text = screen
     terminal.stage_started("train")

@@ -104,6 +104,22 @@ def test_a_rank_that_fails_or_is_killed_ends_all_and_is_named(
         assert "[rank 1] RuntimeError: this rank is odd" in capfd.readouterr().out
 
 
+def test_warnings_of_every_rank_are_in_the_log_with_its_number_and_those_of_all_once(
+    tmp_path: Path,
+    tiny_target: TargetInfo,
+    make_odd: Callable[[int, str], Path],
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    make_odd(2, "log")
+    spec = spec_of(tmp_path, tiny_target, make_samples(tiny_target, 8, 3), train=SETTINGS)
+    train.run(spec, Quiet())  # type: ignore[arg-type]
+    lines = capfd.readouterr().out.splitlines()
+    tokens = [line for line in lines if "eagle3_core.odd: token of level" in line]
+    assert [line[-2:] for line in tokens] == ["30", "40"]
+    assert all(line.startswith("[rank 1] ") for line in tokens)
+    assert sum("step 2 has loss" in line and "odd to all" in line for line in lines) == 1
+
+
 def test_a_rank_that_cannot_be_watched_any_more_ends_training(
     tmp_path: Path,
     tiny_target: TargetInfo,
