@@ -23,6 +23,7 @@ from eagle3_core.estimate.run import estimate_run
 from eagle3_core.host.redaction import without_secrets
 from eagle3_core.notices import resumed_at
 from eagle3_core.planning import STAGE_INPUTS, RunPlan
+from eagle3_core.report.figures import format_number_of
 from eagle3_core.serving.acceptance import check_acceptance
 from eagle3_core.stage_run import StageOutcome, StageRun
 from eagle3_core.store.condemned import condemn
@@ -144,13 +145,20 @@ def _engines(number: int) -> str:
     return "1 engine died and was" if number == 1 else f"{number} engines died and were"
 
 
+def _shards(result: ExtractResult) -> str:
+    kept = result.num_shards - result.num_new_shards
+    return f"{format_number_of(result.num_new_shards, 'shard')} made, {kept:,} kept"
+
+
 def extract(run: StageRun) -> StageOutcome:
     """Say what the engines went through beside what they made."""
     outcome = make("extract")(run)
     result = ExtractResult.model_validate(outcome.result)
     message = outcome.message
-    if result.num_restarts and not outcome.reused:
-        message += f"; {_engines(result.num_restarts)} replaced"
+    if not outcome.reused:
+        message += f"; {_shards(result)}"
+        if result.num_restarts:
+            message += f"; {_engines(result.num_restarts)} replaced"
     if result.quarantined:
         keys = ", ".join(one.key for one in result.quarantined[:MAX_LISTED])
         message += f"; {len(result.quarantined)} samples quarantined ({keys})"

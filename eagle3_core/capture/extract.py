@@ -180,7 +180,8 @@ class _Work:
             entry = self._staging.entry(shard)
             if entry is None or shard.file_name in self._writer.files:
                 continue
-            if file_problem(self._writer.folder, entry):
+            if problem := file_problem(self._writer.folder, entry):
+                logger.warning("%s: made again", problem)
                 self._staging.withdraw(shard)
             else:
                 self._record(self._writer, shard, entry)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
@@ -42,6 +43,9 @@ if TYPE_CHECKING:
 
 MANIFEST_NAME = "manifest.json"
 HASHING_THREADS = 8
+MAX_WARNINGS = 8
+
+logger = logging.getLogger(__name__)
 
 
 class LocalStore:
@@ -238,6 +242,7 @@ class ArtifactWriter:
         }
         self.facts: dict[str, Any] = dict(found.facts) if found else {}
         self.is_complete = found is not None and found.state == "complete" and not bad
+        tell_remade(bad)
         for path in bad:
             (self.folder / path).unlink(missing_ok=True)
 
@@ -304,6 +309,18 @@ def _entry(manifest: Manifest, name: str) -> FileEntry:
     if entry is None:
         raise StoreError(f"{manifest.ref} has no file {name}", remedy="list its manifest's files")
     return entry
+
+
+def tell_remade(problems: Mapping[str, str]) -> None:
+    """Log of each file that a writer found damaged, missing or condemned why it is made again.
+
+    Args:
+        problems: path and what is wrong, as `LocalStore.problems` says it.
+    """
+    for number, problem in enumerate(problems.values()):
+        logger.log(logging.WARNING if number < MAX_WARNINGS else logging.INFO, "%s: made again", problem)
+    if len(problems) > MAX_WARNINGS:
+        logger.warning("%d files are made again in all; the log names them", len(problems))
 
 
 def strangers(folder: Path, manifest: Manifest) -> list[Path]:

@@ -13,7 +13,7 @@ from eagle3_core.errors import StoreError
 from eagle3_core.store.condemned import condemned, pardon
 from eagle3_core.store.files import file_entry, file_problem
 from eagle3_core.store.lease import LEASE_NAME
-from eagle3_core.store.local import MANIFEST_NAME, ArtifactWriter, strangers
+from eagle3_core.store.local import MANIFEST_NAME, ArtifactWriter, strangers, tell_remade
 from eagle3_core.store.progress import Progress
 from eagle3_core.store.uploader import Uploader
 
@@ -63,7 +63,10 @@ class RemoteWriter(ArtifactWriter):
         self.is_complete = found is not None and found.state == "complete" and not bad
         self._drop_shards(self._proven)
         intact = self._intact_here([manifest for manifest in (found, mirrored) if manifest])
-        for path in bad.keys() - {entry.path for entry in intact}:
+        here = {entry.path for entry in intact}
+        lost = {path: problem for path, problem in bad.items() if path not in here}
+        tell_remade(lost)
+        for path in lost:
             (self.folder / path).unlink(missing_ok=True)
         self.files: dict[str, FileEntry] = self._proven | {entry.path: entry for entry in intact}
         self._latest = latest

@@ -17,9 +17,11 @@ from transformers import AutoModelForCausalLM
 
 from eagle3_core.capture import extract
 from eagle3_core.capture.job import capture_layout
+from eagle3_core.capture.shard_queue import Staging
 from eagle3_core.contracts import ExtractResult, StepOutcome, StepSpec
 from eagle3_core.errors import EXIT_USER_ERROR, CaptureError, DiskFullError, TargetError
 from eagle3_core.step import Progress
+from eagle3_core.store.files import write_atomic
 from eagle3_core.store.local import MANIFEST_NAME, LocalStore
 from eagle3_core.store.locks import folder_lock
 from eagle3_core.store.shards import PlannedShard, ShardReader, shard_file_bytes
@@ -177,7 +179,9 @@ def test_a_finished_capture_is_left_as_it_is_and_no_engine_is_started(
     assert stamps(capture_folder(finished)) == before
 
 
-def test_damaged_and_missing_shards_are_remade_alone_and_alike(finished: StepSpec) -> None:
+def test_damaged_and_missing_shards_are_remade_alone_and_alike(
+    finished: StepSpec, caplog: pytest.LogCaptureFixture
+) -> None:
     spec = finished
     folder = capture_folder(spec)
     paths, before = sorted(folder.glob("*.safetensors")), stamps(folder)
@@ -192,6 +196,8 @@ def test_damaged_and_missing_shards_are_remade_alone_and_alike(finished: StepSpe
     assert list(problems) == [path.name for path in paths[:6]]
     result = extract.run(spec, PROGRESS)
     assert result.num_new_shards == 6
+    told = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+    assert told == [f"{problem}: made again" for problem in problems.values()]
     after = stamps(folder)
     assert {name: content for name, (_, content) in after.items()} == {
         name: content for name, (_, content) in before.items()
@@ -228,6 +234,22 @@ def test_who_takes_the_lead_makes_a_damaged_shard_again_that_it_had_thought_fini
     assert caplog.text.count("another process leads") == 1
     assert (result.num_shards, result.num_new_shards) == (len(SAMPLES), 1)
     assert LocalStore(spec.config.store_path).is_intact(spec.outputs["capture"].ref)
+
+
+def test_a_shard_damaged_before_the_manifest_named_it_is_made_again_with_a_warning(
+    finished: StepSpec, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, ref = LocalStore(finished.config.store_path), finished.outputs["capture"].ref
+    manifest = store.read(ref)
+    lost, *others = manifest.files
+    partial = manifest.model_copy(update={"state": "partial", "files": tuple(others)})
+    (store.folder(ref) / MANIFEST_NAME).write_text(partial.model_dump_json())
+    path = store.folder(ref) / lost.path
+    path.write_bytes(path.read_bytes()[:-1])
+    write_atomic(Staging(store, ref).path / "entries" / f"{path.stem}.json", lost.model_dump_json())
+    assert extract.run(finished, PROGRESS).num_new_shards == 1
+    assert f"{path} has {lost.bytes - 1:,} bytes, its manifest says {lost.bytes:,}: made again" in caplog.text
+    assert store.is_intact(ref)
 
 
 def test_other_layer_ids_get_a_folder_of_their_own(tmp_path: Path, target: Path, finished: StepSpec) -> None:

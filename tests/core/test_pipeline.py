@@ -83,8 +83,9 @@ def test_a_missing_shard_alone_is_made_again(verified):
     times = {shard: shard.stat().st_mtime_ns for shard in shards}
     shards[1].unlink()
     outcome = run_stage("extract", verified, "r")
-    assert not outcome.reused
-    assert outcome.result["num_new_shards"] == 1
+    assert (outcome.reused, outcome.message.endswith("; 1 shard made, 3 kept")) == (False, True)
+    log = RunFolder(verified.workspace_path / "runs" / "r").log_path("extract").read_text()
+    assert f" W eagle3_core.store.local: {shards[1]} is missing: made again\n" in log
     assert [s for s in shards if s.stat().st_mtime_ns != times[s]] == [shards[1]]
 
 
@@ -394,5 +395,6 @@ def test_quarantined_samples_are_named_where_the_stage_is_reported(monkeypatch):
     made = StageOutcome(stage="extract", message="made", result=result.model_dump(mode="json"))
     monkeypatch.setattr(making, "make", lambda stage: lambda run: made)
     outcome = making.extract(None)
-    assert outcome.message == "made; 2 engines died and were replaced; 1 samples quarantined (q7)"
+    told = "1 shard made, 0 kept; 2 engines died and were replaced; 1 samples quarantined (q7)"
+    assert outcome.message == f"made; {told}"
     assert outcome.details == {"quarantined": [{"key": "q7", "reason": "killed vllm 1 twice"}]}

@@ -10,7 +10,7 @@ from eagle3_core.artifacts import ArtifactPlan, ArtifactRef
 from eagle3_core.errors import StoreError
 from eagle3_core.leftovers import remove_leftovers
 from eagle3_core.store.files import file_entry
-from eagle3_core.store.local import MANIFEST_NAME, LocalStore
+from eagle3_core.store.local import MANIFEST_NAME, MAX_WARNINGS, LocalStore
 
 pytestmark = pytest.mark.both
 
@@ -57,6 +57,29 @@ def test_a_writer_goes_on_with_what_is_intact_and_drops_what_is_damaged(tmp_path
     with store.writer(PLAN) as writer:
         assert list(writer.files) == ["a"]
     assert sorted(path.name for path in folder.iterdir()) == ["a", MANIFEST_NAME]
+
+
+def test_a_writer_says_of_each_damaged_file_why_it_is_made_again_and_counts_them_if_they_are_many(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = LocalStore(tmp_path)
+    folder = interrupted(store)
+    (folder / "b").write_text("content of B")
+    with store.writer(PLAN) as writer:
+        assert [one.getMessage() for one in caplog.records] == [
+            f"{folder / 'b'} does not match its hash: made again"
+        ]
+        for number in range(MAX_WARNINGS + 1):
+            name = f"c{number}"
+            writer.record(file_entry(folder, write_file(folder, name, name)))
+            (folder / name).unlink()
+    caplog.clear()
+    caplog.set_level("INFO")
+    with store.writer(PLAN):
+        levels = [one.levelname for one in caplog.records]
+    assert levels == [*["WARNING"] * MAX_WARNINGS, "INFO", "WARNING"]
+    assert f"{folder / 'c8'} is missing: made again" in caplog.text
+    assert "9 files are made again in all" in caplog.text
 
 
 def test_files_that_are_not_in_the_manifest_do_not_survive_completion(tmp_path: Path) -> None:

@@ -192,7 +192,9 @@ def test_who_writes_faster_than_the_network_waits(s3: S3, tmp_path: Path) -> Non
     assert len(store.read(PLAN.ref).files) == 6
 
 
-def test_a_lost_or_replaced_shard_is_found_without_a_download_and_made_anew(s3: S3, tmp_path: Path) -> None:
+def test_a_lost_or_replaced_shard_is_found_without_a_download_and_made_anew(
+    s3: S3, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     store = make_store(s3, tmp_path)
     manifest = make(store)
     s3.client().delete_object(Bucket=BUCKET, Key=f"{PREFIX}/shard-0.safetensors")
@@ -209,6 +211,8 @@ def test_a_lost_or_replaced_shard_is_found_without_a_download_and_made_anew(s3: 
     s3.proxy.seen.clear()
     again = make(store)
     assert again.content == manifest.content
+    told = [one.getMessage() for one in caplog.records if one.name == "eagle3_core.store.local"]
+    assert told == [f"{problem}: made again" for problem in problems.values()]
     assert sorted(r.target.rpartition("/")[2].split("?")[0] for r in s3.proxy.seen if is_shard(r)) == [
         "shard-0.safetensors",
         "shard-1.safetensors",
