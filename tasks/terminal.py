@@ -69,6 +69,8 @@ class RichTerminal(Terminal):
         )
         self._task: TaskID | None = None
         self._last_plain = 0.0
+        self._is_shown = False
+        self._unshown = ""
         self._last_line = ""
         if console.is_terminal:
             self._progress.start()
@@ -91,7 +93,7 @@ class RichTerminal(Terminal):
             self._task = self._progress.add_task(stage, total=None, text="")
         else:
             self._console.print(f"{stage} ...", highlight=False)
-        self._last_plain = time.monotonic()
+        self._last_plain, self._is_shown, self._unshown = time.monotonic(), False, ""
 
     def line(self, stage: Stage, text: str, level: int) -> None:
         """Errors, and warnings and notices of our own; an engine's warnings are in the log.
@@ -114,11 +116,16 @@ class RichTerminal(Terminal):
         if self._task is not None:
             self._progress.update(self._task, completed=event.done, total=event.total, text=text)
         elif time.monotonic() - self._last_plain > PLAIN_PROGRESS_SECONDS:
-            self._last_plain = time.monotonic()
-            self._console.print(f"  {stage}: {text}", markup=False, highlight=False, soft_wrap=True)
+            self._last_plain, self._is_shown = time.monotonic(), True
+            self._plain_progress(stage, text)
+        else:
+            self._unshown = text
 
     def stage_done(self, outcome: StageOutcome) -> None:
+        """The stage's line; where progress was shown, its last figures come before."""
         self._clear()
+        if self._is_shown and self._unshown:
+            self._plain_progress(outcome.stage, self._unshown)
         mark = ("=", "dim") if outcome.reused else ("✓", "green")
         text = f" {outcome.stage:<10}{outcome.seconds:7.1f} s  {outcome.message}"
         self._console.print(Text.assemble(mark, text), soft_wrap=True)
@@ -127,6 +134,10 @@ class RichTerminal(Terminal):
         self._clear()
         if self._console.is_terminal:
             self._progress.stop()
+
+    def _plain_progress(self, stage: Stage, text: str) -> None:
+        self._unshown = ""
+        self._console.print(f"  {stage}: {text}", markup=False, highlight=False, soft_wrap=True)
 
     def _clear(self) -> None:
         if self._task is not None:

@@ -137,7 +137,9 @@ class _Work:
         manifest = None if self._writer else self._store.find(self._plan.ref)
         if manifest and manifest.state == "complete" and not condemned(self._store, manifest):
             logger.info("another process has completed %s", self._plan.ref)
-            return ExtractResult.model_validate(manifest.facts["result"])
+            result = ExtractResult.model_validate(manifest.facts["result"])
+            self._count.end(result)
+            return result
         self._adopt(manifest)
         if self._writer and all(s.file_name in self._writer.files for s in self._job.shards):
             return self._complete(self._writer)
@@ -267,6 +269,7 @@ class _Work:
         )
         writer.complete(seconds=self._count.seconds, result=result.model_dump(mode="json"))
         self._staging.remove()
+        self._count.end(result)
         return result
 
 
@@ -328,6 +331,12 @@ class _Count:
         self._done_bytes += shard.bytes
         self._ended = time.monotonic()
         logger.info("%s done (%d of %d)", shard.file_name, self._num_done, self._num_shards)
+
+    def end(self, result: ExtractResult) -> None:
+        """The capture is complete: the last event, which has no tokens of quarantined samples."""
+        message = f"{result.num_shards} of {result.num_shards} shards, {format_bytes(result.bytes)}"
+        metrics = {"tokens_per_second": result.tokens_per_second} if result.tokens_per_second else {}
+        self._progress(result.num_tokens, result.num_tokens, "tokens", message, force=True, **metrics)
 
     def _report(self, message: str, force: bool = False) -> None:
         metrics: dict[str, float] = {}

@@ -18,9 +18,10 @@ from transformers import AutoModelForCausalLM
 from eagle3_core.capture import extract
 from eagle3_core.capture.job import capture_layout
 from eagle3_core.capture.shard_queue import Staging
-from eagle3_core.contracts import ExtractResult, StepOutcome, StepSpec
+from eagle3_core.contracts import ExtractResult, ProgressEvent, StepOutcome, StepSpec
 from eagle3_core.errors import EXIT_USER_ERROR, CaptureError, DiskFullError, TargetError
-from eagle3_core.step import Progress
+from eagle3_core.report.figures import format_bytes
+from eagle3_core.step import PROGRESS_PREFIX, Progress
 from eagle3_core.store.files import write_atomic
 from eagle3_core.store.local import MANIFEST_NAME, LocalStore
 from eagle3_core.store.locks import folder_lock
@@ -168,6 +169,18 @@ def test_a_step_of_which_every_save_fails_ends_with_an_error_and_leaves_no_shard
     assert outcome.failure is not None
     assert "File too large" in outcome.failure.message
     assert not list(capture_folder(spec).glob("*"))
+
+
+def test_the_last_event_of_progress_names_every_shard_and_the_bytes_of_all(
+    tmp_path: Path, target: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    spec = capture_spec(tmp_path, target, SAMPLES, capture=ONE_SHARD_EACH)
+    result = extract.run(spec, Progress("extract"))
+    *_, last = [line for line in capfd.readouterr().out.splitlines() if line.startswith(PROGRESS_PREFIX)]
+    event = ProgressEvent.model_validate_json(last.removeprefix(PROGRESS_PREFIX))
+    assert (event.done, event.total) == (205, 205)
+    assert event.message == f"8 of 8 shards, {format_bytes(result.bytes)}"
+    assert event.metrics == {"tokens_per_second": result.tokens_per_second}
 
 
 def test_a_finished_capture_is_left_as_it_is_and_no_engine_is_started(

@@ -121,6 +121,19 @@ def test_a_finished_stage_is_one_line(screen):
     assert text.getvalue() == "extract ...\n✓ extract      12.3 s  made: capture\n"
 
 
+def test_the_last_progress_is_shown_before_the_line_of_a_finished_stage(screen, monkeypatch):
+    terminal, text = screen
+    terminal.stage_started("extract")
+    events = [ProgressEvent(step="extract", done=done, total=9, unit="shards") for done in (7, 8, 9)]
+    for event, pause in zip(events, (20.0, 0.0, 0.0), strict=True):
+        monkeypatch.setattr("tasks.terminal.PLAIN_PROGRESS_SECONDS", 15.0 - pause)
+        terminal.progress("extract", event)
+    terminal.stage_done(OUTCOME)
+    shown = text.getvalue().splitlines()
+    assert shown[1:3] == ["  extract: 7 of 9 shards", "  extract: 9 of 9 shards"]
+    assert len(shown) == 4
+
+
 def test_an_engines_warnings_stay_in_the_log_and_errors_show(screen):
     terminal, text = screen
     terminal.line("extract", "WARNING 01-01 [vllm.py:1] chatter", logging.WARNING)
