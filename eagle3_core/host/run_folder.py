@@ -30,8 +30,9 @@ from eagle3_core.host.redaction import without_secrets
 from eagle3_core.store.disk import as_host_error
 from eagle3_core.store.files import write_atomic
 
-StageState = Literal["pending", "running", "paused", "completed", "failed", "cancelled"]
+StageState = Literal["pending", "running", "paused", "completed", "failed", "cancelled", "crashed"]
 RunState = Literal["running", "completed", "failed", "cancelled", "crashed"]
+GONE = "the run's process is gone"
 RECORD_NAME = "stages.json"
 CONFIG_NAME = "config.yaml"
 SECOND_LETTERS = len("YYYYMMDD-HHMMSS")
@@ -93,18 +94,17 @@ class RunFolder:
         return self.path / "logs" / f"{stage}.log"
 
     def record(self) -> RunRecord:
-        """The record; a run whose process is gone counts as crashed.
+        """The record; a run whose process is gone counts as crashed, and so does the stage it was in.
 
         Raises:
             HostError: missing or unreadable.
         """
         record = self._read()
-        if record.state != "running" or record.owner is None or not record.owner.is_gone():
-            return record
-        record = self._read()  # it may have ended, and said how, since it was read
-        if record.state != "running":
-            return record
-        return record.model_copy(update={"state": "crashed", "message": "the run's process is gone"})
+        if record.state == "running" and record.owner is not None and record.owner.is_gone():
+            record = self._read()  # it may have ended, and said how, since it was read
+            if record.state == "running":
+                record = record.model_copy(update={"state": "crashed", "message": GONE})
+        return _with_crashed_stages(record) if record.state == "crashed" else record
 
     def _read(self) -> RunRecord:
         path = self.path / RECORD_NAME
@@ -159,6 +159,16 @@ class RunFolder:
             return RunConfig.model_validate(yaml.safe_load(path.read_text()))
         except (OSError, ValidationError, yaml.YAMLError) as error:
             raise HostError(f"cannot read {path} ({' '.join(str(error).split())})") from error
+
+
+def _with_crashed_stages(record: RunRecord) -> RunRecord:
+    """The record of a crashed run: the stage that it was in crashed with it."""
+    crashed = {"state": "crashed", "message": GONE}
+    stages = tuple(
+        entry.model_copy(update=crashed) if entry.state in ("running", "paused") else entry
+        for entry in record.stages
+    )
+    return record.model_copy(update={"stages": stages})
 
 
 def new_run_id(name: str, suffix: str | None = None) -> str:

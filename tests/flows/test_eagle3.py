@@ -251,7 +251,7 @@ def test_a_killed_run_leaves_nothing_behind_and_the_next_one_says_that_it_crashe
     process.wait()
     assert wait_for(lambda: living_steps(process.pid) == [])
     crashed = find_run(tmp_path / "workspace", "latest").record()
-    assert crashed.state == "crashed"
+    assert (crashed.state, crashed.stages[1].state) == ("crashed", "crashed")
     state = client.read_flow_run(UUID(crashed.flow_run_id)).state
     assert state.is_running(), "nobody has told the API yet"
     run_flow(stand_in_config(tmp_path), ["prepare"])

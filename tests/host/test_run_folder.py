@@ -49,3 +49,18 @@ def test_a_run_that_ends_while_it_is_looked_at_has_not_crashed(config, monkeypat
     monkeypatch.setattr(ProcessId, "is_gone", lambda process: True)
     run.write(running)
     assert run.record().state == "crashed"
+
+
+@pytest.mark.parametrize("state", ["running", "paused"])
+def test_the_stage_in_which_a_run_crashed_has_crashed_too_and_others_stay_as_they_are(
+    config, monkeypatch, state
+):
+    run = create_run_folder(config, ("plan", "train", "report"), "20260101-000000-a-0000")
+    run.update_stage("plan", state="completed", message="made")
+    run.update_stage("train", state=state, message="waits for space")
+    monkeypatch.setattr(ProcessId, "is_gone", lambda process: True)
+    seen = [(stage.state, stage.message) for stage in run.record().stages]
+    assert seen == [("completed", "made"), ("crashed", "the run's process is gone"), ("pending", "")]
+    run.finish("crashed", "killed")
+    monkeypatch.undo()
+    assert [(stage.state, stage.message) for stage in run.record().stages] == seen
