@@ -13,6 +13,8 @@ from eagle3_core.stage_run import StageOutcome
 MAX_FILES = 50
 MAX_CELL = 400
 MAX_ROWS = 500
+FROM_ZERO = ("epoch", "best_epoch")
+"""Figures that results count from 0 and people from 1."""
 Row = dict[str, Any]
 
 
@@ -203,7 +205,7 @@ def _figures(values: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
         elif isinstance(value, float):
             rows.append((prefix + name, f"{value:,.4g}"))
         elif isinstance(value, int) and not isinstance(value, bool):
-            rows.append((prefix + name, f"{value:,}"))
+            rows.append((prefix + name, f"{value + (name in FROM_ZERO):,}"))
         elif value is not None:
             rows.append((prefix + name, str(value)))
     return rows

@@ -57,7 +57,7 @@ def test_a_verification_is_a_table_of_what_is_wrong_and_what_was_measured() -> N
 
 
 def test_a_training_is_a_table_of_its_looks_at_the_held_out_split() -> None:
-    from tasks.pages import stage_tables
+    from tasks.pages import outcome_markdown, stage_tables
 
     looks = [
         {
@@ -70,8 +70,9 @@ def test_a_training_is_a_table_of_its_looks_at_the_held_out_split() -> None:
         for step, epoch, a in ((500, 0, 1.9), (1000, 0, 2.1), (1500, 1, 2.0))
     ]
     kept = [{"step": 1000, "file": "model.safetensors"}, {"step": 1500, "file": "best-00001500.safetensors"}]
-    result = {"evaluations": looks, "kept": kept}
-    (page,) = stage_tables(StageOutcome(stage="train", message="made: checkpoint/1", result=result))
+    result = {"evaluations": looks, "kept": kept, "best_epoch": 0}
+    outcome = StageOutcome(stage="train", message="made: checkpoint/1", result=result)
+    (page,) = stage_tables(outcome)
     assert page.key == "eagle3-train-table"
     assert [(row["step"], row["epoch"], row["kept as"]) for row in page.rows] == [
         ("500", 1, ""),
@@ -79,6 +80,7 @@ def test_a_training_is_a_table_of_its_looks_at_the_held_out_split() -> None:
         ("1,500", 2, "best-00001500.safetensors"),
     ]
     assert page.rows[1]["held-out acceptance length"] == "2.1000"
+    assert "| best_epoch | 1 |" in outcome_markdown(outcome, "Trained"), "counted as in the table"
 
 
 def test_quarantine_and_collected_garbage_are_tables_and_nothing_is_no_table() -> None:
