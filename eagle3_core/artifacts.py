@@ -25,8 +25,8 @@ from eagle3_core.config import PROJECT_ROOT
 from eagle3_core.errors import StoreError
 
 ArtifactKind = Literal[
-    "target", "conversations", "dataset", "vocabulary", "capture", "verification", "labels", "checkpoint",
-    "export", "benchmark",
+    "conversations", "dataset", "vocabulary", "capture", "verification", "labels", "checkpoint", "export",
+    "benchmark",
 ]  # fmt: skip
 ARTIFACT_KINDS: tuple[ArtifactKind, ...] = get_args(ArtifactKind)
 ID_LENGTH = 16

@@ -18,7 +18,6 @@ from eagle3_core.target.layers import final_layer_id, resolve_aux_layer_ids
 from eagle3_core.target.locate import verifier_name
 
 STEP_VERSION: dict[ArtifactKind, int] = {
-    "target": 1,
     "conversations": 2,
     "dataset": 2,
     "vocabulary": 1,

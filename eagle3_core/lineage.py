@@ -14,10 +14,11 @@ name is known, so the graph ends there.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -28,7 +29,10 @@ from eagle3_core.store.local import LocalStore
 from eagle3_core.store.trash import TrashEntry
 
 NodeState = Literal["complete", "partial", "in trash", "missing", "unreadable", "outside"]
+SourceKind = Literal["prompts", "target"]
+SOURCE_KINDS: tuple[SourceKind, ...] = get_args(SourceKind)
 ID_SHOWN = 16
+MAX_LISTED = 8
 
 
 class _Part(BaseModel):
@@ -38,7 +42,7 @@ class _Part(BaseModel):
 class Source(_Part):
     """Something outside the store that an artifact was made from: a prompt file or the target."""
 
-    kind: Literal["prompts", "target"]
+    kind: SourceKind
     name: str | None = Field(description="As the profile named it; None where the manifest does not say.")
     hash: str = Field(description="Of the prompt file's content, or the target's fingerprint.")
     facts: dict[str, Any] = Field(default={}, description="Of the target: revision, dtype, quantisation.")
@@ -116,6 +120,8 @@ def find_artifact(store: LocalStore, text: str) -> ArtifactRef:
     Raises:
         StoreError: none or several.
     """
+    if text.rpartition("/")[0] in SOURCE_KINDS:
+        raise _names_a_source(store, text)
     if not _is_whole(text):
         return _only_match(store, store.refs(), text)
     ref = ArtifactRef.parse(text)
@@ -150,6 +156,23 @@ def _only_match(store: LocalStore, refs: Iterable[ArtifactRef], text: str) -> Ar
             remedy="`eagle3 gc --dry-run` lists those that are there",
         )
     return matches[0]
+
+
+def _names_a_source(store: LocalStore, text: str) -> StoreError:
+    """Says of a prompt file's or target's id that it is no artifact, and names its children."""
+    made = []
+    for ref in store.refs():
+        with contextlib.suppress(StoreError):  # one whose manifest cannot be read says nothing of its sources
+            manifest = store.find(ref)
+            if manifest and any(one.id.startswith(text) for one in sources(manifest).values()):
+                made.append(str(ref))
+    what = "the fingerprint of a target" if text.startswith("target") else "the hash of a prompt file"
+    listed = ", ".join(made[:MAX_LISTED]) or "nothing"
+    more = f" and {len(made) - MAX_LISTED} more" if len(made) > MAX_LISTED else ""
+    return StoreError(
+        f"{text} is {what}, which is no artifact of {store.place}; made from it directly: {listed}{more}",
+        remedy="ask for the lineage of what was made from it: it ends there",
+    )
 
 
 def trace(store: LocalStore, ref: ArtifactRef, workspace: Path | None = None) -> Lineage:

@@ -33,7 +33,7 @@ DATA_KINDS: tuple[ArtifactKind, ...] = ("conversations", "dataset", "vocabulary"
 PRODUCTS: tuple[ArtifactKind, ...] = ("checkpoint", "export", "benchmark")
 GOING_ORDER: tuple[ArtifactKind, ...] = (
     "benchmark", "export", "checkpoint", "labels", "capture", "verification", "vocabulary", "dataset",
-    "conversations", "target",
+    "conversations",
 )  # fmt: skip
 """What was made from others goes before these, and a verification only after its capture."""
 ABANDONED_DAYS = 1.0

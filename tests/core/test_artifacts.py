@@ -43,7 +43,7 @@ def test_a_reference_reads_what_it_writes():
 
 @pytest.mark.parametrize("text", ["capture", "nothing/0123456789abcdef", "capture/0123", ""])
 def test_what_names_no_artifact_is_refused_with_the_kinds(text):
-    with pytest.raises(StoreError, match="KIND one of target, conversations, dataset"):
+    with pytest.raises(StoreError, match="KIND one of conversations, dataset"):
         ArtifactRef.parse(text)
 
 

@@ -85,6 +85,21 @@ def test_the_json_reads_back_and_the_dot_is_a_graph_that_is_the_same_each_time(s
     assert f'  "{run.export}" -> "{run.benchmark}" [label="export"];' in dot.splitlines()
 
 
+def test_the_name_of_a_source_is_no_artifact_and_what_was_made_from_it_is_named(store):
+    run = add_run(store, "a", age_days=1)
+    (store.folder(run.export) / "manifest.json").write_text("{")
+    made = f"{run.capture}, {run.conversations}"
+    with pytest.raises(StoreError, match=rf"target/t is the fingerprint of a target.*directly: {made}; ask"):
+        find_artifact(store, "target/t")
+    with pytest.raises(StoreError, match=rf"hash of a prompt file.*directly: {run.conversations}; ask for"):
+        find_artifact(store, f"prompts/{PROMPTS[:16]}")
+    with pytest.raises(StoreError, match=r"target/u is .*directly: nothing"):
+        find_artifact(store, "target/u")
+    with pytest.raises(StoreError) as unknown:
+        find_artifact(store, "exports/12")
+    assert "target" not in str(unknown.value)
+
+
 def test_old_manifests_without_names_of_prompt_files_have_their_hashes(store):
     run = add_run(store, "a", age_days=1)
     path = store.folder(run.conversations) / "manifest.json"
