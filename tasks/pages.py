@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from eagle3_core.artifacts import Manifest
 from eagle3_core.lineage import Lineage
 from eagle3_core.stage_run import StageOutcome
 
 MAX_FILES = 50
+MAX_ENTRIES = 50
 MAX_CELL = 400
 MAX_ROWS = 500
 FROM_ZERO = ("epoch", "best_epoch")
@@ -34,7 +35,7 @@ class TablePage:
 
 
 def outcome_markdown(outcome: StageOutcome, heading: str) -> str:
-    """The stage's page: what it is, what it made, and every figure of its result."""
+    """The stage's page: what it is, what it made, every figure of its result, and its lists as tables."""
     rows = [
         ("outcome", outcome.message),
         ("seconds", f"{outcome.seconds:.1f}"),
@@ -42,7 +43,8 @@ def outcome_markdown(outcome: StageOutcome, heading: str) -> str:
         *_figures(outcome.result),
         *_figures(outcome.details),
     ]
-    return f"## {heading}\n\n{_table(rows)}\n"
+    lists = "".join(_entry_tables(outcome.result | outcome.details))
+    return f"## {heading}\n\n{_table(rows)}\n{lists}"
 
 
 def manifest_key(manifest: Manifest) -> str:
@@ -74,7 +76,7 @@ def manifest_markdown(manifest: Manifest, lineage: Lineage) -> str:
     more = f"\n{left_out:,} more files are in the manifest.\n" if left_out > 0 else ""
     return (
         f"## {manifest.ref}\n\n{_table(about)}\n"
-        f"\n### What determined it\n\n{_table(_figures(identity))}\n"
+        f"\n### What determined it\n\n{_table(_figures(identity))}\n{''.join(_entry_tables(identity))}"
         f"\n### Files (xxh3-128)\n\n{_table(files[:MAX_FILES])}\n{more}"
     )
 
@@ -195,13 +197,13 @@ def _cleanup_rows(outcome: StageOutcome) -> list[Row]:
 
 
 def _figures(values: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """Numbers and words of a result; long lists as their length."""
+    """Numbers and words of a result; of a list of entries how many there are."""
     rows: list[tuple[str, str]] = []
     for name, value in values.items():
         if isinstance(value, dict):
             rows += _figures(value, f"{prefix}{name}.")
-        elif isinstance(value, list | tuple) and any(isinstance(item, dict) for item in value):
-            rows.append((prefix + name, f"{len(value)} entries"))
+        elif _are_entries(value):
+            rows.append((prefix + name, f"{len(value):,}, listed below"))
         elif isinstance(value, float):
             rows.append((prefix + name, f"{value:,.4g}"))
         elif isinstance(value, int) and not isinstance(value, bool):
@@ -209,6 +211,30 @@ def _figures(values: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
         elif value is not None:
             rows.append((prefix + name, str(value)))
     return rows
+
+
+def _entry_tables(values: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    """A table of each list of entries: one a row, with their plain figures."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _entry_tables(value, f"{prefix}{name}.")
+        elif _are_entries(value):
+            rows = [dict(_figures(_plain(entry))) for entry in value[:MAX_ENTRIES]]
+            columns = list(dict.fromkeys(column for row in rows for column in row))
+            cells = [[row.get(column, "") for column in columns] for row in rows]
+            lines = [columns, ["---"] * len(columns), *cells]
+            table = "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines)
+            left_out = len(value) - MAX_ENTRIES
+            more = f"\nand {left_out:,} more\n" if left_out > 0 else ""
+            yield f"\n### {prefix}{name}\n\n{table}\n{more}"
+
+
+def _are_entries(value: object) -> TypeGuard[Sequence[dict[str, Any]]]:
+    return isinstance(value, list | tuple) and bool(value) and all(isinstance(one, dict) for one in value)
+
+
+def _plain(entry: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in entry.items() if not isinstance(value, dict | list | tuple)}
 
 
 def _versions(packages: dict[str, str]) -> str:

@@ -99,6 +99,28 @@ def test_quarantine_and_collected_garbage_are_tables_and_nothing_is_no_table() -
     assert stage_tables(StageOutcome(stage="train", result={"num_steps": 3})) == []
 
 
+def test_the_page_of_a_stage_lists_each_check_and_each_layer_with_its_figures() -> None:
+    from tasks.pages import MAX_ENTRIES, outcome_markdown
+
+    checks = [
+        {"name": name, "ok": True, "found": found} for name, found in (("disk", "5 GiB"), ("gpu", "no"))
+    ]
+    layer = {"capture_id": 2, "nearest_id": 2, "median_error": 0.001, "p99_error": None, "rows": [1, 2]}
+    result = {"layers": [layer], "epochs": [{"epoch": 0, "heldout": {"x": 1}}], "nothing": []}
+    many = [{"key": str(index)} for index in range(MAX_ENTRIES + 7)]
+    details = {"checks": checks, "probe": {"many": many}}
+    page = outcome_markdown(StageOutcome(stage="preflight", result=result, details=details), "Preflight")
+    assert "| checks | 2, listed below |" in page
+    assert (
+        "\n### checks\n\n| name | ok | found |\n| --- | --- | --- |\n| disk | True | 5 GiB |\n"
+        "| gpu | True | no |\n"
+    ) in page
+    assert "| capture_id | nearest_id | median_error |\n| --- | --- | --- |\n| 2 | 2 | 0.001 |\n" in page
+    assert "### epochs\n\n| epoch |\n| --- |\n| 1 |\n" in page
+    assert page.endswith(f"| {MAX_ENTRIES - 1} |\n\nand 7 more\n")
+    assert "### probe.many\n" in page
+
+
 def test_a_long_table_is_cut_and_says_so() -> None:
     from tasks.pages import MAX_ROWS, stage_tables
 

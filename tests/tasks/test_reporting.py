@@ -108,7 +108,7 @@ def test_the_page_of_a_stage_has_its_artifacts_and_figures(prefect_home):
     assert f"| capture | `{CAPTURE}` |" in page
     assert "| num_tokens | 12,345 |" in page
     assert "| rate | 0.1235 |" in page
-    assert "| rejected | 1 entries |" in page
+    assert "| rejected | 1, listed below |" in page
     assert "| note | a\\|b |" in page
     assert "none" not in page
 
