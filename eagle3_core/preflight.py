@@ -319,6 +319,8 @@ def _check_prompts(config: RunConfig) -> str:
                 remedy="add prompts, or change data.heldout_fraction or the rows' `split`",
             )
     counted = f"{splits['train']:,} prompts to train on, {splits['heldout']:,} held out"
+    if splits["heldout"] < config.benchmark.num_prompts:
+        counted += f" (benchmark.num_prompts is {config.benchmark.num_prompts:,})"
     return f"{counted}{', ' if rejected else ''}{rejected}, of {names}"
 
 

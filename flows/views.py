@@ -115,6 +115,14 @@ def _print_plan(estimate: RunEstimate, config: RunConfig) -> None:
         highlight=False,
         soft_wrap=True,
     )
+    wanted = config.benchmark.num_prompts
+    if "benchmark" in estimate.minutes and load.num_benchmark_prompts(wanted) < wanted:
+        console.print(
+            f"benchmark.num_prompts is {wanted:,}, but only {load.num_heldout:,} are held out: "
+            "the benchmark decodes those",
+            highlight=False,
+            soft_wrap=True,
+        )
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("stage", "artifact", "state"):
         table.add_column(name, no_wrap=True)

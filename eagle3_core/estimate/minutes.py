@@ -29,7 +29,7 @@ def stage_minutes(config: RunConfig, target: TargetInfo, load: Workload) -> dict
         slowness *= REFERENCE_CORES / max(1, inspect_host().num_cpus)
     else:
         slowness /= config.engine.tensor_parallel_size
-    bench = config.benchmark.num_prompts * config.benchmark.max_tokens
+    bench = load.num_benchmark_prompts(config.benchmark.num_prompts) * config.benchmark.max_tokens
     one_at_a_time = 2 * bench / rates["generate_one"] if config.benchmark.measure_speed else 0.0
     work: dict[Stage, float] = {
         "prepare": load.num_answer_tokens / rates["generate"],

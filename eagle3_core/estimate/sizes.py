@@ -55,7 +55,8 @@ def artifact_sizes(config: RunConfig, target: TargetInfo, load: Load) -> dict[Ar
     conversations = round(CONVERSATION_BYTES_PER_TOKEN * work.num_tokens) + MANIFEST_BYTES
     dataset = round(DATASET_BYTES_PER_TOKEN * work.num_tokens) + DATASET_BYTES_PER_SAMPLE * work.num_samples
     export = EXPORT_ELEMENT_BYTES * (trained + kept + embedding) + mapping + DRAFT_CONFIG_BYTES
-    prompts, answer = config.benchmark.num_prompts, config.benchmark.max_tokens
+    prompts = work.num_benchmark_prompts(config.benchmark.num_prompts)
+    answer = config.benchmark.max_tokens
     benchmark = prompts * (BENCHMARK_BYTES_PER_PROMPT + BENCHMARK_BYTES_PER_TOKEN * answer)
     sizes: dict[ArtifactKind, Size] = {
         "conversations": Size(conversations, 2 * conversations),

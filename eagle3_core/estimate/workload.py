@@ -30,6 +30,11 @@ class Workload(BaseModel):
         description="Counted in the dataset; otherwise estimated from the prompts, every answer as long as "
         "allowed."
     )
+    num_heldout: int | None = Field(default=None, description="Samples held out; None where not known.")
+
+    def num_benchmark_prompts(self, wanted: int) -> int:
+        """Prompts that the benchmark decodes: no more than are held out."""
+        return wanted if self.num_heldout is None else min(wanted, self.num_heldout)
 
 
 @dataclass(frozen=True)
@@ -39,10 +44,12 @@ class Load:
     Attributes:
         rows: tokens and answer tokens of each sample.
         samples: of the dataset, where it exists.
+        num_heldout: how many of them are held out; None where that is not known.
     """
 
     rows: Sequence[tuple[int, int]]
     samples: Sequence[Sample] | None = None
+    num_heldout: int | None = None
 
     @property
     def workload(self) -> Workload:
@@ -52,11 +59,13 @@ class Load:
             num_tokens=sum(tokens for tokens, _ in self.rows),
             num_answer_tokens=sum(answers for _, answers in self.rows),
             is_exact=self.samples is not None,
+            num_heldout=self.num_heldout,
         )
 
     def head(self, count: int) -> Load:
         """The first samples only: about what `limit` would leave."""
-        return Load(self.rows[:count], None if self.samples is None else self.samples[:count])
+        samples = None if self.samples is None else self.samples[:count]
+        return Load(self.rows[:count], samples, self.num_heldout)
 
 
 def load_of(plan: RunPlan) -> Load:
@@ -71,7 +80,8 @@ def load_of(plan: RunPlan) -> Load:
 
 def count_samples(samples: Sequence[Sample]) -> Load:
     """Those of a dataset."""
-    return Load([(len(sample), int(sample.loss_mask.sum())) for sample in samples], samples)
+    rows = [(len(sample), int(sample.loss_mask.sum())) for sample in samples]
+    return Load(rows, samples, sum(sample.split == "heldout" for sample in samples))
 
 
 def guess_samples(config: RunConfig, vocab_size: int = USUAL_VOCABULARY) -> Load:
@@ -88,7 +98,8 @@ def guess_samples(config: RunConfig, vocab_size: int = USUAL_VOCABULARY) -> Load
     answers = [config.data.generation.max_tokens * len(prompt.turns) for prompt in prompts]
     characters = math.log2(max(2, vocab_size)) / 4
     tokens = [_prompt_tokens(prompt, characters) for prompt in prompts]
-    return Load([(min(longest, p + a), min(longest, a)) for p, a in zip(tokens, answers, strict=True)])
+    rows = [(min(longest, p + a), min(longest, a)) for p, a in zip(tokens, answers, strict=True)]
+    return Load(rows, num_heldout=sum(prompt.split == "heldout" for prompt in prompts))
 
 
 def _dataset(plan: RunPlan) -> list[Sample] | None:

@@ -66,6 +66,18 @@ def test_stages_that_do_not_run_write_nothing(tmp_path: Path) -> None:
     assert list(estimate.minutes) == ["prepare"]
 
 
+def test_the_benchmark_is_counted_with_no_more_prompts_than_are_held_out(tmp_path: Path) -> None:
+    """Of the eight prompts one is held out, of the samples that the stand-in makes of them two."""
+    many = stand_in_config(tmp_path, benchmark={"num_prompts": 5000})
+    for num_heldout in (1, 2):
+        few = stand_in_config(tmp_path, benchmark={"num_prompts": num_heldout})
+        one, other = estimate_run(plan_run(few)), estimate_run(plan_run(many))
+        assert other.workload.num_heldout == num_heldout
+        assert other.minutes["benchmark"] == one.minutes["benchmark"]
+        assert other.new_bytes == one.new_bytes
+        prepare(few)
+
+
 def item(stage: str, kept: int, peak: int) -> SpaceItem:
     return SpaceItem(what=stage, stage=stage, path="/", bytes=kept, peak_bytes=peak)
 

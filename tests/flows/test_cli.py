@@ -197,6 +197,16 @@ def test_the_plan_names_ids_and_what_is_there(profile, capsys):
     assert states["capture"] == ("missing", True)
 
 
+def test_the_plan_says_that_fewer_prompts_are_held_out_than_the_benchmark_wants(profile, capsys):
+    from flows.cli import main
+
+    shortage = "benchmark.num_prompts is 5,000, but only 1 are held out"
+    assert main(["plan", str(profile), "--set", "benchmark.num_prompts=5000"]) == EXIT_OK
+    assert shortage in capsys.readouterr().out
+    main(["plan", str(profile), "--set", "benchmark.num_prompts=1"])
+    assert "held out" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "arguments",
     [["plan", "smollm2-135m-demo", "--set", "workspace={}"], ["target", "inspect", "smollm2-135m"]],
