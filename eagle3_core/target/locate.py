@@ -13,6 +13,7 @@ from pathlib import Path
 from eagle3_core.config import RunConfig, resolve_path
 from eagle3_core.contracts import FetchTargetSpec
 from eagle3_core.errors import TargetError
+from eagle3_core.host.inspect import check_writable
 from eagle3_core.sections import TargetConfig
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -98,9 +99,11 @@ def present_target(config: RunConfig) -> Path:
 
     Raises:
         TargetError: as `target_folder`, or a built-in target has not been fetched.
+        HostError: it has not, and there is no place to fetch it to.
     """
     folder, model = target_folder(config), config.target.model
     if is_builtin(model) and not folder.is_dir():
+        check_writable(config.workspace_path, "workspace")
         fetch = f"eagle3 target fetch {model} --workspace {config.workspace}"
         raise TargetError(f"{folder} is not there yet", remedy=f"`{fetch}` makes it, and so does a run")
     return folder

@@ -221,6 +221,17 @@ def test_looking_at_a_built_in_target_before_it_was_fetched_says_how_to_fetch_it
     assert f"`eagle3 target fetch smollm2-135m --workspace {folder}`" in capsys.readouterr().err
 
 
+def test_nobody_is_told_to_fetch_a_target_into_a_workspace_that_cannot_be_written(tmp_path, capsys):
+    from flows.cli import main
+
+    (tmp_path / "file").write_text("")
+    folder = f"{tmp_path}/file/workspace"
+    assert main(["plan", "smollm2-135m-demo", "--set", f"workspace={folder}"]) == EXIT_USER_ERROR
+    assert capsys.readouterr().err == (
+        f"eagle3: cannot write to {folder} (Not a directory); set `workspace` to a folder that can be written\n"
+    )
+
+
 def test_doctor_reports_every_problem_at_once(profile, capsys):
     from flows.cli import main
 
