@@ -5,6 +5,7 @@ Prefect reads its settings when it is imported, so nothing here imports it at th
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from eagle3_core.config import STAGES, RunConfig, Stage
-from eagle3_core.errors import EXIT_INTERRUPTED, EXIT_OK, HostError
+from eagle3_core.errors import EXIT_INTERRUPTED, EXIT_OK, Eagle3Error, HostError
 from eagle3_core.host.run_folder import RunFolder
 from eagle3_core.preflight import run_checks
 from flows.embedded_server import EmbeddedServer
@@ -97,6 +98,11 @@ def _run_flow(config: RunConfig, stages: list[Stage], server: EmbeddedServer | N
         how = "cancelled" if isinstance(ended, CancelledRun) else "interrupted"
         print(f"eagle3: {how}; the same command goes on where this ended", file=sys.stderr)
         return EXIT_INTERRUPTED
+    except Exception:
+        terminal.close()
+        if terminal.run is not None:
+            _say_where_to_look(console, terminal.run)
+        raise
     finally:
         terminal.close()
         send_what_is_queued()
@@ -111,6 +117,15 @@ def send_what_is_queued() -> None:
 
     for worker in (EventsWorker, APILogWorker):
         worker.drain_all(timeout=DRAIN_SECONDS)
+
+
+def _say_where_to_look(console: Console, run: RunFolder) -> None:
+    """Before the error: the log of the stage that failed, and the report."""
+    from flows.views import failure_lines
+
+    with contextlib.suppress(Eagle3Error):  # the run's own error is what the user needs
+        for line in failure_lines(run):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _say_result(console: Console, run: RunFolder) -> None:

@@ -93,6 +93,17 @@ def summary_lines(run: RunFolder, summary: RunSummary | None = None) -> Iterator
     if export is not None:
         config = run.config()
         yield from (f"draft for {one}: {_place(config, export.ref, one)}" for one in config.export.engines)
+    yield from _written(run)
+
+
+def failure_lines(run: RunFolder) -> Iterator[str]:
+    """Where the log of each stage that failed lies, and the report."""
+    failed = [stage for stage in run.record().stages if stage.state == "failed"]
+    yield from (f"log of {stage.stage}: {run.path / stage.log}" for stage in failed if stage.log)
+    yield from _written(run)
+
+
+def _written(run: RunFolder) -> Iterator[str]:
     for name in ("summary.json", "report.html"):
         if (run.path / name).is_file():
             yield f"{name.partition('.')[0]}: {run.path / name}"

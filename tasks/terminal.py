@@ -72,10 +72,12 @@ class RichTerminal(Terminal):
         self._is_shown = False
         self._unshown = ""
         self._last_line = ""
+        self.run: RunFolder | None = None
         if console.is_terminal:
             self._progress.start()
 
     def run_started(self, run: RunFolder) -> None:
+        self.run = run
         if self._has_own_server:
             elsewhere = f"`kill {os.getpid()}` from elsewhere; Prefect's page and command do not reach it"
         else:

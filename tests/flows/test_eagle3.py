@@ -220,6 +220,17 @@ def test_a_failed_run_from_the_command_line_ends_in_one_line(tmp_path, api, eagl
         f"eagle3: stage prepare failed: RuntimeError: a bug in the stand-in; full log: {log}\n"
     )
     assert "Traceback" not in done.stdout.replace("Traceback (most recent call last)", "")
+    assert f"log of prepare: {log}\n" in done.stdout
+    assert done.stdout.endswith(f"\nreport: {log.parent.parent / 'report.html'}\n")
+
+
+def test_a_draft_below_the_limit_fails_the_run_and_its_report_is_named(tmp_path, api, eagle3_command):
+    profile = stand_in_profile(tmp_path, benchmark={"min_acceptance_length": 3})
+    done = eagle3_command("run", str(profile))
+    assert "at least benchmark.min_acceptance_length = 3" in done.stderr
+    run = find_run(tmp_path / "workspace", "latest")
+    assert f"log of benchmark: {run.log_path('benchmark')}\n" in done.stdout
+    assert done.stdout.endswith(f"\nreport: {run.path / 'report.html'}\n")
 
 
 def test_a_run_cancelled_through_the_api_ends_its_step_and_starts_nothing_more(tmp_path, client):
