@@ -126,6 +126,7 @@ def find_artifact(store: LocalStore, text: str) -> ArtifactRef:
         return _only_match(store, store.refs(), text)
     ref = ArtifactRef.parse(text)
     if store.find(ref) is None:
+        _refuse_what_is_in_the_trash(store, text)
         raise StoreError(f"{ref} is not in {store.place}", remedy="set --store or --workspace")
     return ref
 
@@ -149,13 +150,26 @@ def _is_whole(text: str) -> bool:
 
 def _only_match(store: LocalStore, refs: Iterable[ArtifactRef], text: str) -> ArtifactRef:
     matches = [ref for ref in refs if ref.is_named(text)]
-    if len(matches) != 1:
-        found = ", ".join(str(ref) for ref in matches[:5]) or "none"
+    if len(matches) == 1:
+        return matches[0]
+    if not matches:
+        _refuse_what_is_in_the_trash(store, text)
+    found = ", ".join(str(ref) for ref in matches[:5])
+    raise StoreError(
+        f"{len(matches)} artifacts in {store.place} begin with {text!r}: {found}"
+        if matches
+        else f"no artifact in {store.place} begins with {text!r}",
+        remedy="`eagle3 gc --dry-run` lists those that are there",
+    )
+
+
+def _refuse_what_is_in_the_trash(store: LocalStore, text: str) -> None:
+    found = {entry.ref for entry in store.trash().entries() if entry.ref.is_named(text)}
+    if len(found) == 1:
+        ref = found.pop()
         raise StoreError(
-            f"{len(matches)} artifacts in {store.place} begin with {text!r}: {found}",
-            remedy="`eagle3 gc --dry-run` lists those that are there",
+            f"{ref} is in the trash of {store.place}", remedy=f"`eagle3 gc --restore {ref}` puts it back"
         )
-    return matches[0]
 
 
 def _names_a_source(store: LocalStore, text: str) -> StoreError:

@@ -206,7 +206,7 @@ def main(arguments: list[str] | None = None) -> int:
             return ended.code or EXIT_OK
         return _say(str(ended.code), EXIT_BUG)
     except TyperException as error:
-        usage = error.format_message()  # empty where the help was shown, for want of a command
+        usage = error.format_message().rstrip(".")  # empty where the help was shown, for want of a command
         return _say(f"{usage}; `--help` lists what there is", EXIT_USER_ERROR) if usage else EXIT_USER_ERROR
     except Exception as error:
         if debug:

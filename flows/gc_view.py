@@ -110,7 +110,7 @@ def gc(
         also_in_use=used_by_runs(resolve_path(workspace)),
     )
     show(report, as_json)
-    if not (as_json or policy.names_something or force or purge_after_days is not None):
+    if report.lines and not (as_json or policy.names_something or force or purge_after_days is not None):
         print("no policy was given, so nothing was named: see `eagle3 gc --help`")
 
 
@@ -126,7 +126,16 @@ def show(report: GcReport, as_json: bool) -> None:
         print(report.model_dump_json(indent=1))
         return
     console = Console()
-    console.print(gc_table(report, console.width, datetime.now(UTC)))
+    if report.lines:
+        console.print(gc_table(report, console.width, datetime.now(UTC)))
+        _show_sums(console, report)
+    else:
+        console.print(f"the store {escape(report.store)} is empty", highlight=False, soft_wrap=True)
+    for warning in report.warnings:
+        console.print(f"[yellow]{escape(warning)}[/]", highlight=False, soft_wrap=True)
+
+
+def _show_sums(console: Console, report: GcReport) -> None:
     restored = sum(line.bytes for line in report.lines if line.action == "restored")
     verb = "would move" if report.dry_run else "moved"
     console.print(
@@ -140,5 +149,3 @@ def show(report: GcReport, as_json: bool) -> None:
     )
     if report.trashed_bytes and not report.dry_run:
         console.print("the trash takes space until `--purge`; `--restore ID` takes an artifact back")
-    for warning in report.warnings:
-        console.print(f"[yellow]{escape(warning)}[/]", highlight=False, soft_wrap=True)

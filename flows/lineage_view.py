@@ -16,7 +16,7 @@ from eagle3_core.store.local import LocalStore
 
 STATE_REMARK = {
     "missing": "is not in the store any more: what it was made from is not known",
-    "in trash": "is in the trash: `eagle3 gc --restore` puts it back",
+    "in trash": "is in the trash: `eagle3 gc --restore {id}` puts it back",
     "unreadable": "cannot be read",
 }
 
@@ -53,7 +53,7 @@ def _label(node: LineageNode) -> str:
             f"{head} {node.state}, {format_number_of(node.num_files, 'file')}, {format_bytes(node.bytes)}"
         ]
     else:
-        lines = [f"{head} [yellow]{STATE_REMARK[node.state]}[/]"]
+        lines = [f"{head} [yellow]{STATE_REMARK[node.state].format(id=node.id)}[/]"]
     if node.problem:
         lines.append(escape(node.problem))
     if node.making:

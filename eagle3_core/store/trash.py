@@ -254,11 +254,13 @@ def find_entry(
     Raises:
         StoreError: none, or several artifacts.
     """
+    if not entries:
+        raise StoreError(f"{text!r} cannot be restored: the trash is empty")
     matches = [entry for entry in entries if text in (entry.name, str(entry.ref))]
     if not matches:
         matches = [entry for entry in entries if entry.ref.is_named(text)]
     if len({entry.ref for entry in matches}) != 1:
-        found = ", ".join(sorted({str(entry.ref) for entry in matches or entries})[:5]) or "nothing"
+        found = ", ".join(sorted({str(entry.ref) for entry in matches or entries})[:5])
         raise StoreError(f"{text!r} names no single artifact in the trash", expected=f"one of: {found}")
     matches.sort(key=lambda entry: entry.moved_at)
     whole = [entry for entry in matches if manifest and len(matches) > 1 and _is_complete(manifest, entry)]

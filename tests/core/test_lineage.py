@@ -111,7 +111,7 @@ def test_old_manifests_without_names_of_prompt_files_have_their_hashes(store):
 
 def test_no_name_names_no_artifact_even_where_there_is_only_one(store):
     ref = add(store, "export", {}).ref
-    with pytest.raises(StoreError, match=r"0 artifacts .* begin with ''"):
+    with pytest.raises(StoreError, match=r"no artifact in .* begins with ''"):
         find_artifact(store, "")
     assert find_artifact(store, ref.id[:4]) == ref
 
@@ -121,9 +121,9 @@ def test_an_artifact_is_found_by_the_beginning_of_its_id(store):
     assert find_artifact(store, run.export.id[:10]) == run.export
     assert find_artifact(store, f"export/{run.export.id[:3]}") == run.export
     assert find_artifact(store, str(run.export)) == run.export
-    with pytest.raises(StoreError, match=r"0 artifacts in .* begin with 'capture/"):
+    with pytest.raises(StoreError, match=r"no artifact in .* begins with 'capture/"):
         find_artifact(store, f"capture/{run.export.id[:15]}")
     with pytest.raises(StoreError, match=r"names no artifact"):
         find_artifact(store, "exports/12")
-    with pytest.raises(StoreError, match=r"artifacts in .* begin with"):
+    with pytest.raises(StoreError, match=r"no artifact in .* begins with"):
         find_artifact(store, "")

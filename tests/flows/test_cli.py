@@ -334,7 +334,8 @@ def test_an_api_that_does_not_answer_is_one_line(profile, eagle3_command):
     ("arguments", "message"),
     [
         (["run", "--limit", "3"], "Invalid value for '--limit': Input should be greater than or equal to 4"),
-        (["trian"], "No such command 'trian'."),
+        (["trian"], "No such command 'trian'; `--help`"),
+        (["run", "--limit"], "Option '--limit' requires an argument; `--help`"),
         (["plan", "--stage", "x"], "No such option: --stage"),
     ],
 )

@@ -40,6 +40,19 @@ def test_gc_without_a_policy_only_shows_what_there_is(store, runs, capsys):
     assert set(store.refs()) == runs[0].refs | runs[1].refs
 
 
+def test_an_empty_store_and_an_empty_trash_are_called_so(store, capsys):
+    store.root.mkdir(parents=True)
+    assert eagle3(store, "gc", "--dry-run") == EXIT_OK
+    assert capsys.readouterr().out == f"the store {store.root} is empty\n"
+    assert eagle3(store, "gc", "--restore", "ffff") == EXIT_USER_ERROR
+    assert capsys.readouterr().err == "eagle3: 'ffff' cannot be restored: the trash is empty\n"
+
+
+def test_a_beginning_that_no_artifact_has_is_told_so(store, runs, capsys):
+    assert eagle3(store, "lineage", "export/abc") == EXIT_USER_ERROR
+    assert f"no artifact in {store.root} begins with 'export/abc'; " in capsys.readouterr().err
+
+
 def test_gc_of_a_store_that_is_not_there_is_no_success(store, capsys):
     assert eagle3(store, "gc", "--older-than", "1d") == EXIT_USER_ERROR
     assert (
@@ -217,7 +230,11 @@ def test_lineage_says_plainly_what_is_gone(store, runs, capsys, monkeypatch):
     eagle3(store, "gc", "--force", str(new.capture))
     capsys.readouterr()
     eagle3(store, "lineage", str(new.export))
-    assert f"{new.capture} is in the trash: `eagle3 gc --restore` puts it back" in capsys.readouterr().out
+    advice = f"`eagle3 gc --restore {new.capture}` puts it back"
+    assert f"{new.capture} is in the trash: {advice}" in capsys.readouterr().out
+    for name in (str(new.capture), f"capture/{new.capture.id[:7]}"):
+        assert eagle3(store, "lineage", name) == EXIT_USER_ERROR
+        assert f"{new.capture} is in the trash of {store.root}; {advice}" in capsys.readouterr().err
     eagle3(store, "gc", "--purge")
     capsys.readouterr()
     eagle3(store, "lineage", str(new.export))
