@@ -177,10 +177,18 @@ def parse_stages(names: Iterable[str]) -> tuple[Stage, ...]:
     unknown = [name for name in wanted if name not in STAGES]
     if unknown or not wanted:
         raise ConfigError(
-            f"unknown stage {', '.join(unknown)!r}" if unknown else "no stage was named",
+            f"unknown stage {', '.join(unknown)!r}{perhaps(unknown[0], STAGES)}"
+            if unknown
+            else "no stage was named",
             expected=f"some of {', '.join(STAGES)}",
         )
     return tuple(stage for stage in STAGES if stage in wanted)
+
+
+def perhaps(name: str, known: Iterable[str]) -> str:
+    """`, perhaps X is meant` with the known name that is nearest; nothing where none is near."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f", perhaps {near[0]} is meant" if near else ""
 
 
 def load_profile(path: str | Path, overrides: Iterable[str | Override] = ()) -> RunConfig:
@@ -193,7 +201,9 @@ def load_profile(path: str | Path, overrides: Iterable[str | Override] = ()) -> 
     path = find_profile(path)
     try:
         document = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except yaml.YAMLError as error:
+        raise ConfigError(f"the profile {path} is not YAML: {_yaml_problem(error)}") from error
+    except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the profile {path}: {error}") from error
     if not isinstance(document, dict):
         raise ConfigError(f"the profile {path} is not a mapping", expected="`section: {field: value}`")
@@ -243,6 +253,16 @@ def parse_config(
         ) from error
 
 
+def _yaml_problem(error: yaml.YAMLError) -> str:
+    """`line 3: mapping values are not allowed here`, with where what could not be read begins."""
+    mark, begin = getattr(error, "problem_mark", None), getattr(error, "context_mark", None)
+    if mark is None:
+        return str(getattr(error, "reason", error))
+    problem, context = getattr(error, "problem", None), getattr(error, "context", None)
+    inside = f" ({context} that begins in line {begin.line + 1})" if begin and context else ""
+    return f"line {mark.line + 1}, column {mark.column + 1}: {problem}{inside}"
+
+
 def _known_keys(path: Iterable[str | int]) -> tuple[str, ...]:
     """The fields of the section at a path; none where there is no section."""
     section: Any = RunConfig
@@ -257,8 +277,7 @@ def _known_keys(path: Iterable[str | int]) -> tuple[str, ...]:
 def _describe(problem: Any) -> str:
     where = ".".join(str(part) for part in problem["loc"]) or "top level"
     if problem["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(where.rpartition(".")[2], _known_keys(problem["loc"][:-1]), n=1)
-        return f"unknown key {where}" + (f", perhaps {near[0]} is meant" if near else "")
+        return f"unknown key {where}{perhaps(where.rpartition('.')[2], _known_keys(problem['loc'][:-1]))}"
     if problem["type"] == "missing":
         return f"{where} is missing"
     if problem["type"] == "value_error" and isinstance(problem["input"], dict):

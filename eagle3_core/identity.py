@@ -48,10 +48,12 @@ def prompt_files(config: RunConfig) -> list[Path]:
     Raises:
         DataError: one does not exist.
     """
-    files = [BUILTIN_PROMPTS if name == "builtin" else resolve_path(name) for name in config.data.prompts]
-    for file in files:
+    names = config.data.prompts
+    files = [BUILTIN_PROMPTS if name == "builtin" else resolve_path(name) for name in names]
+    for name, file in zip(names, files, strict=True):
         if not file.is_file():
-            raise DataError(f"data.prompts names {file}, which is not a file")
+            listed = f"write several files as a list: data.prompts=[{name}]" if "," in name else None
+            raise DataError(f"data.prompts names {file}, which is not a file", remedy=listed)
     return files
 
 

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from eagle3_core.config import RunConfig, resolve_path
+from eagle3_core.config import RunConfig, perhaps, resolve_path
 from eagle3_core.contracts import FetchTargetSpec
 from eagle3_core.errors import TargetError
 from eagle3_core.host.inspect import check_writable
@@ -88,7 +88,8 @@ def target_folder(config: RunConfig) -> Path:
     if snapshot is not None:
         return snapshot
     raise TargetError(
-        f"target.model {model!r} is neither a folder nor in the hub cache {hub_cache()}",
+        f"target.model {model!r} is neither a folder nor in the hub cache {hub_cache()}"
+        f"{perhaps(model, BUILTIN_TARGETS)}",
         expected=f"a Hugging Face folder, a cached hub id or one of {', '.join(BUILTIN_TARGETS)}",
         remedy="a run needs its target on this machine: correct target.model, or use `hf download`",
     )

@@ -15,7 +15,8 @@ from eagle3_core.config import (
     parse_stages,
     resolve_path,
 )
-from eagle3_core.errors import ConfigError
+from eagle3_core.errors import ConfigError, DataError
+from eagle3_core.identity import prompt_files
 from eagle3_core.overrides import Override
 
 MINIMAL = {"name": "a", "target": {"model": "m"}}
@@ -106,6 +107,29 @@ def test_overrides_reach_nested_fields_with_their_type():
 def test_a_bad_override_is_refused(override, message):
     with pytest.raises(ConfigError, match=message):
         load_profile("smollm2-135m-demo", [override])
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("name: a\nlimit: b: 3\n", "line 2, column 9: mapping values are not allowed here"),
+        ("name: 'a\nlimit: 3\n", "line 3, column 1: found unexpected end of stream (while scanning a quoted "
+         "scalar that begins in line 1)"),
+        ("name: \0\n", "special characters are not allowed"),
+    ],
+)  # fmt: skip
+def test_a_profile_that_is_not_yaml_is_refused_with_file_and_line(tmp_path, text, problem):
+    path = tmp_path / "p.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_profile(path)
+    assert str(caught.value) == f"the profile {path} is not YAML: {problem}"
+
+
+def test_a_list_of_prompt_files_without_brackets_is_told_how_to_write_it():
+    config = load_profile("smollm2-135m-demo", ["data.prompts=mine.jsonl,one.jsonl"])
+    with pytest.raises(DataError, match=r"as a list: data\.prompts=\[mine\.jsonl,one\.jsonl\]$"):
+        prompt_files(config)
 
 
 def refused(tmp_path, text, *overrides) -> str:

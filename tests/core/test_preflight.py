@@ -136,7 +136,8 @@ def test_prompts_are_counted_and_a_row_that_cannot_be_used_is_named(tmp_path):
     found = next(check for check in run_checks(config)[0] if check.name == "prompts")
     assert found.ok
     assert found.found.startswith(
-        "7 prompts to train on, 1 held out (benchmark.num_prompts is 4), 1 of 9 rows rejected (the first, prompts.jsonl:9: "
+        "7 prompts to train on, 1 held out (benchmark.num_prompts is 4), "
+        "1 of 9 rows rejected (the first, prompts.jsonl:9: "
     )
 
 

@@ -137,7 +137,10 @@ def test_an_unknown_stage_names_the_valid_ones(profile, capsys):
     from flows.cli import main
 
     assert main(["run", str(profile), "--stages", "train,exprot"]) == EXIT_USER_ERROR
-    assert f"unknown stage 'exprot'; expected some of {', '.join(STAGES)}" in capsys.readouterr().err
+    assert (
+        f"unknown stage 'exprot', perhaps export is meant; expected some of {', '.join(STAGES)}"
+        in capsys.readouterr().err
+    )
 
 
 WITHOUT_PREFECT = """
@@ -228,7 +231,8 @@ def test_nobody_is_told_to_fetch_a_target_into_a_workspace_that_cannot_be_writte
     folder = f"{tmp_path}/file/workspace"
     assert main(["plan", "smollm2-135m-demo", "--set", f"workspace={folder}"]) == EXIT_USER_ERROR
     assert capsys.readouterr().err == (
-        f"eagle3: cannot write to {folder} (Not a directory); set `workspace` to a folder that can be written\n"
+        f"eagle3: cannot write to {folder} (Not a directory); "
+        "set `workspace` to a folder that can be written\n"
     )
 
 

@@ -42,6 +42,11 @@ def test_a_local_folder_is_taken_as_it_is(tmp_path: Path) -> None:
         fetch_spec(_config(str(tmp_path / "mine"), tmp_path))
 
 
+def test_a_builtin_target_that_is_misspelled_is_told_which_is_near(tmp_path: Path) -> None:
+    with pytest.raises(TargetError, match=r", perhaps smollm2-135m is meant; expected "):
+        target_folder(_config("smollm2-135n", tmp_path))
+
+
 @pytest.mark.parametrize("revision", [None, "main", COMMIT])
 def test_a_hub_id_is_found_in_the_cache_by_branch_or_commit(
     cached: Path, tmp_path: Path, revision: str | None
