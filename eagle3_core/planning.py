@@ -6,6 +6,7 @@ the dataset exists, because a capture is determined by the dataset's content.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,6 +43,17 @@ STAGE_INPUTS: dict[Stage, tuple[ArtifactKind, ...]] = {
 MAKING_STAGE: dict[ArtifactKind, Stage] = {
     kind: stage for stage, kinds in STAGE_OUTPUTS.items() for kind in kinds
 }
+
+
+def inputs_from_the_store(stages: Collection[Stage]) -> list[tuple[Stage, ArtifactKind]]:
+    """What stages read that none of them makes, in pipeline order."""
+    return [
+        (stage, kind)
+        for stage in STAGES
+        if stage in stages
+        for kind in STAGE_INPUTS.get(stage, ())
+        if MAKING_STAGE[kind] not in stages
+    ]
 
 
 @dataclass(frozen=True)
@@ -86,14 +98,24 @@ class RunPlan:
         Raises:
             MissingInputError: an artifact is missing; names the stage that makes it.
         """
-        refs = {}
-        for kind in STAGE_INPUTS[stage]:
-            plan = self._plan(kind, stage)
-            manifest = self.store.find(plan.ref)
-            if manifest is None or manifest.state != "complete":
-                raise self._missing(stage, kind, str(plan.ref))
-            refs[kind] = plan.ref
-        return refs
+        return {kind: self._input(kind, stage) for kind in STAGE_INPUTS[stage]}
+
+    def check_inputs(self, stages: Collection[Stage]) -> None:
+        """Whether all that these stages read, and none of them makes, is complete in the store.
+
+        Raises:
+            MissingInputError: as `inputs`.
+        """
+        for stage, kind in inputs_from_the_store(stages):
+            if kind in self.artifacts or "prepare" not in stages:  # else it is known after prepare
+                self._input(kind, stage)
+
+    def _input(self, kind: ArtifactKind, stage: Stage) -> ArtifactRef:
+        plan = self._plan(kind, stage)
+        manifest = self.store.find(plan.ref)
+        if manifest is None or manifest.state != "complete":
+            raise self._missing(stage, kind, str(plan.ref))
+        return plan.ref
 
     def _plan(self, kind: ArtifactKind, stage: Stage) -> ArtifactPlan:
         if kind not in self.artifacts:

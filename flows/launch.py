@@ -16,7 +16,9 @@ from rich.console import Console
 from eagle3_core.config import STAGES, RunConfig, Stage
 from eagle3_core.errors import EXIT_INTERRUPTED, EXIT_OK, Eagle3Error, HostError
 from eagle3_core.host.run_folder import RunFolder
+from eagle3_core.planning import inputs_from_the_store, plan_run
 from eagle3_core.preflight import run_checks
+from eagle3_core.target.locate import target_folder
 from flows.embedded_server import EmbeddedServer
 
 DRAIN_SECONDS = 60.0
@@ -46,6 +48,7 @@ def launch(config: RunConfig, stages: Sequence[Stage] | None, debug: bool) -> in
         _, error = run_checks(config, stages or STAGES)
         if error is not None:
             raise error
+        _check_inputs(config, stages or STAGES)
         if server is None:
             from flows.api import require_api
 
@@ -54,6 +57,16 @@ def launch(config: RunConfig, stages: Sequence[Stage] | None, debug: bool) -> in
     finally:
         if server is not None:
             server.stop()
+
+
+def _check_inputs(config: RunConfig, stages: Sequence[Stage]) -> None:
+    """Refuse stages whose inputs are not there, before a run is made of them.
+
+    Raises:
+        MissingInputError: names the stage that makes what is missing.
+    """
+    if inputs_from_the_store(stages) and target_folder(config).is_dir():  # else the preflight fetches it
+        plan_run(config).check_inputs(stages)
 
 
 def start_server(config: RunConfig) -> EmbeddedServer | None:

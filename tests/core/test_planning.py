@@ -43,6 +43,17 @@ def test_all_ids_are_known_once_the_dataset_exists(tmp_path):
         plan.inputs("verify")
 
 
+def test_stages_need_in_the_store_only_what_none_of_them_makes(tmp_path):
+    config = stand_in_config(tmp_path)
+    plan_run(config).check_inputs(["prepare", "train"])  # what the capture's id will be is not known yet
+    prepare(config)
+    plan = plan_run(config)
+    plan.check_inputs(["benchmark", "extract", "verify", "train", "export"])
+    for stages in (["verify", "train"], ["prepare", "train"]):
+        with pytest.raises(MissingInputError, match=r"needs capture/.* run the stage extract first"):
+            plan.check_inputs(stages)
+
+
 @pytest.mark.parametrize(
     ("change", "same"),
     [

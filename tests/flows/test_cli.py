@@ -143,6 +143,18 @@ def test_an_unknown_stage_names_the_valid_ones(profile, capsys):
     )
 
 
+def test_stages_whose_inputs_are_not_in_the_store_are_refused_before_there_is_a_run(
+    profile, capsys, prefect_home
+):
+    from flows.cli import main
+
+    assert main(["run", str(profile), "--stages", "train,export"]) == EXIT_USER_ERROR
+    errors = capsys.readouterr().err
+    assert errors.startswith("eagle3: the stage train needs dataset/")
+    assert errors.endswith("run the stage prepare first (`--stages prepare,extract,verify,train`)\n")
+    assert not list(profile.parent.glob("workspace/runs/*"))
+
+
 WITHOUT_PREFECT = """
 import json, sys
 from flows.cli import main
