@@ -12,8 +12,8 @@ HEADER = """# Configuration
 
 One YAML profile is one run. Unknown keys are refused, and so are values of a wrong type. Every field below
 can be overridden with `--set section.field=value`; `eagle3 config` prints the same list, and
-`eagle3 config --json` the JSON schema. Relative paths are below the checkout. `deployments/profiles/` has
-profiles to start from.
+`eagle3 config --json` the JSON schema, with all bounds. A size is a number of bytes or a text such as `1GiB`.
+Relative paths are below the checkout. `deployments/profiles/` has profiles to start from.
 
 This page is made from the code by `make docs`.
 """
@@ -30,7 +30,7 @@ def page() -> str:
 
 def _row(name: str, kind: str, default: str, meaning: str) -> str:
     shown = default.removeprefix("default ")
-    cells = (f"`{name}`", f"`{kind}`", shown if shown == "required" else f"`{shown}`", meaning)
+    cells = (f"`{name}`", kind, shown if shown == "required" else f"`{shown}`", meaning)
     return "| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in cells) + " |\n"
 
 

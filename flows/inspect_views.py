@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
-from typing import Annotated, Any, get_args, get_origin
+from typing import Any
 
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
@@ -21,6 +22,7 @@ from eagle3_core.preflight import Check, run_checks
 from eagle3_core.probing import CHECK_NAME, remembered_check
 from eagle3_core.sections import EngineConfig, Section, TargetConfig
 from eagle3_core.target.locate import fetch_spec
+from flows.field_types import type_in_words
 from flows.recovery import settle_before_looking
 
 
@@ -59,7 +61,8 @@ def fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str,
             yield from fields(annotation, f"{prefix}{name}.")
             continue
         default = "required" if info.default is PydanticUndefined else f"default {_text(info.default)}"
-        yield prefix + name, _type_name(annotation), default, info.description or ""
+        meaning = re.sub(r"\bNone\b", "null", info.description or "")  # as YAML writes it
+        yield prefix + name, type_in_words(annotation), default, meaning
 
 
 def fetch_target(name: str, workspace: str, engine_python: str | None) -> None:
@@ -83,17 +86,6 @@ def target_config(name: str, workspace: str, revision: str | None = None) -> Run
     """The configuration of a run of which only the target is known."""
     target = TargetConfig(model=name, revision=revision).model_dump()
     return parse_config({"name": "target", "target": target, "workspace": workspace})
-
-
-def _type_name(annotation: Any) -> str:
-    """The type as a user writes it: `tuple[float, float]`, also where the numbers are bounded."""
-    if get_origin(annotation) is Annotated:
-        return _type_name(get_args(annotation)[0])
-    if get_origin(annotation) is tuple:
-        parts = ("..." if part is Ellipsis else _type_name(part) for part in get_args(annotation))
-        return f"tuple[{', '.join(parts)}]"
-    text = getattr(annotation, "__name__", None) if isinstance(annotation, type) else str(annotation)
-    return str(text).replace("typing.", "")
 
 
 def _text(value: Any) -> str:
