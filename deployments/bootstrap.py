@@ -182,7 +182,8 @@ def create(environment: Environment, runner: "Runner") -> None:
     remove(environment.path)
     environment.log.unlink() if environment.log.exists() else None
     # One write: two threads say this at once.
-    print(f"setup: installing {environment.name} (log: {environment.log})\n", end="", flush=True)
+    line = f"setup: installing {environment.name}, for some minutes in silence (log: {environment.log})\n"
+    print(line, end="", flush=True)
     runner.run(environment, [sys.executable, "-m", "venv", str(environment.path)])
     for name in environment.locks:
         runner.install(environment, "-r", str(LOCKS / name))

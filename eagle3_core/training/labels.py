@@ -164,9 +164,9 @@ def _facts(files: Iterable[FileEntry]) -> dict[str, Any]:
 
 def _log(facts: dict[str, Any], num_made: int, seconds: float) -> None:
     logger.info(
-        "made labels of %d shards in %.1f s: of %s rows the target's own choice lies outside the draft "
-        "vocabulary in %s, which holds %.2f %% of its probability",
-        num_made, seconds, f"{facts['num_labels']:,}", f"{facts['num_outside']:,}",
+        "made labels of %d shards in %.1f s: in %s of %s rows the target chooses a token that the draft does "
+        "not have; the draft's vocabulary holds %.2f %% of the target's probability",
+        num_made, seconds, f"{facts['num_outside']:,}", f"{facts['num_labels']:,}",
         100 * facts["draft_vocabulary_share"],
     )  # fmt: skip
     if facts["num_nonfinite"]:
