@@ -192,6 +192,12 @@ def config(
     show_fields(as_json)
 
 
+for group in (app, target_app, capture_app):
+    for registered in group.registered_commands:
+        if registered.callback is not run:  # which lists it: there it shows Prefect's log too
+            registered.epilog = "With `--debug` an error comes with its traceback."
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return the documented exit code."""
     given = sys.argv[1:] if arguments is None else arguments

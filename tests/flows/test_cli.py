@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -197,7 +198,9 @@ def test_every_command_has_help(command, capsys):
     from flows.cli import main
 
     assert main([*command.split(), "--help"]) == EXIT_OK
-    assert len(capsys.readouterr().out) > 200
+    shown = capsys.readouterr().out
+    assert len(shown) > 200
+    assert "--debug" in shown
 
 
 def test_the_plan_names_ids_and_what_is_there(profile, capsys):
@@ -264,8 +267,12 @@ def test_every_field_of_a_profile_is_listed(capsys):
 
     main(["config"])
     text = capsys.readouterr().out
-    assert "train.num_epochs  int, default 8" in text
-    assert "name  str, required" in text
+    assert "train.num_epochs  whole number, default 8" in text
+    assert "name  text, required" in text
+    assert "target.aux_layer_ids  list of whole numbers or null, default null" in text
+    assert "train.betas  list of 2 numbers, default" in text
+    assert "train.schedule  cosine, linear or constant, default cosine" in text
+    assert not re.search(r"tuple|Literal|None|ByteSize", text)
 
 
 def test_an_error_that_nobody_expected_is_one_line_too(profile, capsys, monkeypatch):
