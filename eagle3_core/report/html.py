@@ -18,7 +18,7 @@ from eagle3_core.report.figures import format_bytes, format_count, format_rate, 
 from eagle3_core.report.graph import lineage_graph
 from eagle3_core.report.model import BenchmarkSummary, RunSummary, TrainingSummary
 
-UNFINISHED = ("failed", "cancelled")
+ENDED_BADLY = ("failed", "cancelled", "crashed")
 LOSSLESS_MEANING = {
     "identical": "With and without the draft, the target wrote the same tokens for every prompt.",
     "ties": "The outputs differ only where two tokens were equally likely within rounding.",
@@ -40,9 +40,7 @@ def render_html(summary: RunSummary, config: RunConfig, curves: TrainingCurves |
         .render(
             run=summary,
             charts=_charts(summary, curves),
-            failed_stage=next(
-                (stage for stage in summary.stages if stage.state in ("failed", "cancelled")), None
-            ),
+            failed_stage=next((stage for stage in summary.stages if stage.state in ENDED_BADLY), None),
             lossless_meaning=LOSSLESS_MEANING,
             speed_text=speed_text(summary.benchmark, config.engine.device) if summary.benchmark else "",
             config_yaml=yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True),
