@@ -168,38 +168,38 @@ def measure_wave(
         Why groups failed, by title.
     """
     began = time.perf_counter()
-    loaded: dict[Engines, dict[str, Any]] = {}
+    loaded: dict[str, tuple[Engines, dict[str, Any]]] = {}
     failed: dict[str, str] = {}
     try:
         for start in starts:
-            has = {engines.group.title for engines in loaded}
-            waiting = [group for group in wave if group.title not in has]
+            waiting = [group for group in wave if group.title not in loaded]
             left = seconds - (time.perf_counter() - began)
             if not waiting or (failed and left < LEAST_SECONDS):
                 break
             now_loaded, failed = start_groups(spec, waiting, start, left)
-            loaded |= now_loaded
+            loaded |= {engines.group.title: (engines, facts) for engines, facts in now_loaded.items()}
             if failed:
                 found["failed"] = found.get("failed", {}) | failed
         found["seconds"].setdefault("until_loaded", time.perf_counter() - began)
-        order = {group.title: place for place, group in enumerate(wave)}
-        loaded = dict(sorted(loaded.items(), key=lambda one: order[one[0].group.title]))
-        facts_of = {engines.group.title: facts for engines, facts in loaded.items()}
+        ready = [loaded[group.title] for group in wave if group.title in loaded]
         for group in wave:
-            found[group.part][group.name] = facts_of.get(group.title, {"failed": failed.get(group.title)})
+            if group.title in failed:
+                found[group.part][group.name] = {"failed": failed[group.title]}
+        for engines, facts in ready:
+            found[engines.group.part][engines.group.name] = facts
         spec.save(found)
-        tell(f"{len(loaded)} of {len(wave)} groups of engines are ready")
-        if not loaded:
+        tell(f"{len(ready)} of {len(wave)} groups of engines are ready")
+        if not ready:
             return failed
         found["is_quiet"] = wait_for("early-stages-over", spec.common_folder, QUIET_SECONDS)
-        for engines, facts in loaded.items():
+        for engines, facts in ready:
             try:
                 engines.measure(_keeper(spec, found, facts, engines.group.title))
             except CaptureError as error:
                 failed[engines.group.title] = facts["failed"] = str(error)
         return failed
     finally:
-        _close(list(loaded))
+        _close([engines for engines, _ in loaded.values()])
 
 
 def start_groups(

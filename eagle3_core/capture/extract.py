@@ -35,7 +35,7 @@ from eagle3_core.store.dataset import Sample, read_dataset
 from eagle3_core.store.disk import DiskGuard, guarding
 from eagle3_core.store.files import file_problem
 from eagle3_core.store.lease import LeaseHeldError
-from eagle3_core.store.local import ArtifactWriter, LocalStore
+from eagle3_core.store.local import ArtifactWriter, LocalStore, tell_remade
 from eagle3_core.store.open import open_store
 from eagle3_core.store.shards import PlannedShard, plan_shards
 from eagle3_core.target.info import inspect_target
@@ -183,7 +183,7 @@ class _Work:
             if entry is None or shard.file_name in self._writer.files:
                 continue
             if problem := file_problem(self._writer.folder, entry):
-                logger.warning("%s: made again", problem)
+                tell_remade({shard.file_name: problem})
                 self._staging.withdraw(shard)
             else:
                 self._record(self._writer, shard, entry)

@@ -137,11 +137,11 @@ class EnginePool:
 
     def _judge(self, replica: Replica, session: _Session, end: SessionEnd) -> None:
         """Give back what a session leaves unfinished, and decide whether to go on."""
-        if end.kind == "failed" and self._may_load_again(replica, end):
+        if end.kind == "failed":
+            if not self._may_load_again(replica, end):
+                raise end.error or CaptureError(end.reason)
             logger.warning("%s%s; it is loaded once more", replica.label, end.reason)
             return
-        if end.kind == "failed":
-            raise end.error or CaptureError(end.reason)
         unfinished = [index for index, is_done in session.shards.items() if not is_done]
         if end.kind == "done" and not unfinished:
             return
